@@ -1,0 +1,47 @@
+"""Errors a user can cause. Each message is one sentence: the value, the rule it breaks, what to do instead."""
+
+
+class RayfedError(Exception):
+    """Base of every error rayfed raises on purpose; the commands print it and exit with ``exit_code``."""
+
+    exit_code = 1
+
+
+class OptionError(RayfedError):
+    """An option has an unknown name, a wrong type, a value out of range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class DataError(RayfedError):
+    """A data set, class list or partition is missing, damaged or impossible."""
+
+    exit_code = 2
+
+
+class BackboneError(RayfedError):
+    """A backbone, checkpoint or tokenizer cannot be used as asked."""
+
+    exit_code = 2
+
+
+class AdapterError(RayfedError):
+    """An adapter target matches nothing, or a saved adapter does not fit the model."""
+
+    exit_code = 2
+
+
+class ResourceError(RayfedError):
+    """The machine or cluster can never provide what was asked for."""
+
+    exit_code = 2
+
+
+class RoundError(RayfedError):
+    """A round cannot be completed: too few good updates were left."""
+
+
+class CheckpointError(RayfedError):
+    """A saved run is missing a part, damaged, or belongs to other options."""
+
+    exit_code = 2
