@@ -1,0 +1,1 @@
+"""Small trainable modules put into a frozen backbone."""

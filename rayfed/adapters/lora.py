@@ -1,0 +1,99 @@
+"""Low-rank adapters of linear layers, in named branches that are switched on per forward pass.
+
+PEFT's layer is not used for training: its ``set_adapter`` flips ``requires_grad``, and a dual-branch pass would switch
+it twice per batch. Files are exchanged in PEFT's format all the same (``rayfed.tracking.export``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rayfed.adapters.gate import LayerGate
+from rayfed.adapters.scope import Scope, Scoped
+
+
+class Switch:
+    """Which branches of a model's adapted layers act; one object shared by all of them."""
+
+    def __init__(self) -> None:
+        self.active: tuple[str, ...] = ()
+        self.gated = False
+
+    @contextmanager
+    def use(self, *branches: str, gated: bool = False) -> Iterator[None]:
+        """Let ``branches`` add their updates inside the block; ``gated`` weighs the two of them by the layer gate."""
+        before = self.active, self.gated
+        self.active, self.gated = branches, gated
+        try:
+            yield
+        finally:
+            self.active, self.gated = before
+
+
+class LoRABranch(Scoped):
+    """Delta(x) = (alpha / rank) B A x with A [rank, d_in] random (std 1/sqrt(rank)) and B [d_out, rank] zero."""
+
+    def __init__(self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope) -> None:
+        super().__init__(scope, "lora")
+        self.a = nn.Parameter(torch.randn(rank, d_in) / math.sqrt(rank))
+        self.b = nn.Parameter(torch.zeros(d_out, rank))
+        self.scale = alpha / rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the update [*, d_out] of ``x`` [*, d_in]."""
+        return F.linear(F.linear(x, self.a), self.b) * self.scale
+
+    def added_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return ``y`` [N, d_out] plus the update of ``x`` [N, d_in], in one fused product."""
+        return torch.addmm(y, F.linear(x, self.a), self.b.t(), alpha=self.scale)
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with LoRA branches: y = W x + b + sum of the active branches' updates.
+
+    With a layer gate m(x) in (0, 1) and ``switch.gated``: y = W x + b + m(x) Delta_1(x) + (1 - m(x)) Delta_2(x).
+    """
+
+    def __init__(self, base: nn.Linear, switch: Switch) -> None:
+        super().__init__()
+        self.base = base
+        self.branches = nn.ModuleDict()
+        self.gate: LayerGate | None = None
+        self._switch = switch
+
+    @property
+    def in_features(self) -> int:
+        """Input width."""
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Output width."""
+        return self.base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` [*, d_in] to [*, d_out]."""
+        y: Tensor = self.base(x)
+        active = self._switch.active
+        if not active:
+            return y
+        if self._switch.gated and self.gate is not None:
+            first, second = (self.branches[name](x) for name in active)
+            weight = self.gate(x)
+            return y + weight * first + (1 - weight) * second
+        shape, y, x = y.shape, y.flatten(0, -2), x.flatten(0, -2)
+        for name in active:
+            branch = self.branches[name]
+            assert isinstance(branch, LoRABranch)
+            y = branch.added_to(y, x)
+        return y.view(shape)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        """Stand in for a projection matrix that a tower applies as ``x @ proj``."""
+        return self(x)

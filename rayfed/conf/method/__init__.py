@@ -1,0 +1,1 @@
+"""Options and profiles of the methods, one module per method: ``Options`` and ``PROFILES``."""

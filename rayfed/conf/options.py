@@ -1,0 +1,237 @@
+"""Every option of a run: frozen typed groups, a docstring under each field (it becomes the ``--help`` text).
+
+A group's ``name`` is chosen by the bare group key on the command line (``data=shapes``), the rest by dotted keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Auto = Literal["auto"]
+
+
+class Frozen(BaseModel):
+    """Base of all option groups: immutable, no unknown names, field docstrings kept as descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class MethodOptions(Frozen):
+    """Base of the options of a method; ``name`` is the method's name."""
+
+    needs_text: ClassVar[bool] = False
+    needs_proxy: ClassVar[bool] = False
+
+    name: str
+    """Which federated method runs (see --list)."""
+
+    def problems(self) -> list[str]:
+        """Contradictions inside the group, one sentence each."""
+        return []
+
+    def uses_proxy(self) -> bool:
+        """Whether this configuration needs the server's public proxy images."""
+        return self.needs_proxy
+
+
+class LoRAOptions(MethodOptions):
+    """Options shared by methods that adapt linear layers by low-rank matrices."""
+
+    rank: Count = 4
+    """Rank of the LoRA matrices; not above the width of the narrowest adapted layer."""
+    alpha: Positive = 16.0
+    """LoRA alpha; the update is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("all",)
+    """Adapted layers: all, short names (q k v out fc1 fc2 proj), module names or patterns such as *.1*.mlp.c_fc."""
+    towers: Literal["vision", "text", "both"] = "vision"
+    """Which tower gets adapters."""
+
+
+class DataOptions(Frozen):
+    """The data set and what is taken from it."""
+
+    name: str = "shapes"
+    """Data set (see --list): shapes, fashion_mnist, digits, cifar10, cifar100, folder."""
+    root: str | None = None
+    """Folder that holds the files."""
+    shots: Count | None = None
+    """Training images per class over the whole federation; none takes all there are."""
+    test_shots: Count | None = None
+    """Test images per class; none takes the whole test set."""
+    val: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the training images kept for validation when `shots` leaves none over."""
+    val_shots: Count | None = None
+    """Validation images per class, at most."""
+    proxy: Annotated[int, Field(ge=0)] = 512
+    """Public unlabelled images at the server, disjoint from all others (only for methods that distil on them)."""
+    proxy_from: str | None = None
+    """Data set the proxy images come from; none: the task's own, before clients get theirs."""
+    domains: tuple[str, ...] = ("photo",)
+    """Rendering domains of `shapes`: photo, sketch, bright, noisy."""
+    bad: Literal["stop", "skip"] = "stop"
+    """Damaged picture files: stop with their list, or leave them out."""
+    template: str = "a photo of a {}."
+    """Prompt; {} is replaced by the class name."""
+    download: bool = False
+    """Let torchvision fetch the files if they are not in `root`."""
+    augment: Literal["auto", "none", "crop_flip"] = "auto"
+    """Training augmentation; auto: none up to 64 pixels, random resized crop and flip above."""
+
+
+class PartitionOptions(Frozen):
+    """How images are divided over clients."""
+
+    name: Literal["dirichlet", "iid", "disjoint", "domain", "domain_dirichlet", "file"] = "dirichlet"
+    """Partition rule."""
+    alpha: Positive = 0.1
+    """Concentration of the Dirichlet rules; small is more skewed."""
+    min_train: Annotated[int, Field(ge=0)] = 2
+    """Fewest training images a client may hold."""
+    file: str | None = None
+    """JSON file with the indices of every client (partition=file)."""
+    max_draws: Count = 1000
+    """Draws tried before a partition is refused."""
+
+
+class BackboneOptions(Frozen):
+    """The frozen model."""
+
+    name: str = "tiny"
+    """Backbone: tiny (embedded), any open_clip model name, any timm ViT name."""
+    pretrained: str | None = None
+    """Tag of the pretrained weights (open_clip), `true` for timm's; none: random weights, or `checkpoint`."""
+    checkpoint: str | None = None
+    """Local file with the weights."""
+
+
+class ClientOptions(Frozen):
+    """The federation and the resources of its client actors."""
+
+    n: Count = 10
+    """Number of clients."""
+    per_round: Count | Auto = "auto"
+    """Clients drawn each round; auto: all of them."""
+    gpu: NonNegative = 0.0
+    """GPU share of a client actor (0.25: four share a card)."""
+    cpu: NonNegative = 1.0
+    """CPUs of a client actor."""
+    actors: Count | Auto = "auto"
+    """Client actors (processes that train clients in turn); auto: as many as fit, at most one per drawn client."""
+    min_updates: Count = 1
+    """A round with fewer good updates stops the run; the last good state stays saved."""
+
+
+class ServerOptions(Frozen):
+    """Resources of the server actor."""
+
+    gpu: NonNegative = 0.0
+    """GPU share of the server actor."""
+    cpu: NonNegative = 0.0
+    """CPUs reserved for the server actor; it works while clients wait."""
+
+
+class TrainOptions(Frozen):
+    """Local training."""
+
+    lr: Positive = 1e-3
+    """Learning rate."""
+    epochs: Count = 1
+    """Local epochs per round."""
+    batch: Count = 32
+    """Batch size."""
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Optimiser; a fresh one for every client and round."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay."""
+    clip_norm: NonNegative = 1.0
+    """Gradient norm above which gradients are scaled down; 0 never."""
+    drop_last: bool = False
+    """Leave out an incomplete last batch where a client has at least one full one."""
+
+
+class EngineOptions(Frozen):
+    """How the work is carried out; nothing here changes results on CPU, except `precision` and `threads`."""
+
+    pool: Literal["ray", "local"] = "ray"
+    """Client actors on Ray, or everything in this process."""
+    address: str | None = None
+    """Ray cluster to join; none: RAY_ADDRESS, then a cluster running on this machine, then a new one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic of the frozen model; trainable parameters are float32. auto: bf16 on GPU, fp32 on CPU."""
+    threads: Count = 1
+    """Compute threads of an actor (results may differ in the last bits between thread counts)."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a client's job is tried again after its actor died."""
+
+
+class EvalOptions(Frozen):
+    """Evaluation."""
+
+    every: Annotated[int, Field(ge=0)] = 1
+    """Evaluate every so many rounds, and after the last one; 0: only after the last one."""
+    batch: Count = 128
+    """Images per forward pass."""
+
+
+class CheckpointOptions(Frozen):
+    """Saved states."""
+
+    every: Count = 1
+    """Save every so many rounds, and after the last one."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """How many saved rounds are kept."""
+
+
+class TrackingOptions(Frozen):
+    """MLflow."""
+
+    enabled: bool = True
+    """Log to MLflow."""
+    uri: str | None = None
+    """Tracking store: sqlite:///file.db or http://host:port; none: mlflow.db in the folder of the run."""
+    experiment: str = "rayfed"
+    """Experiment name."""
+    run_name: str | None = None
+    """Run name; none: method, data and seed."""
+
+
+class RunOptions(Frozen):
+    """One run."""
+
+    method: SerializeAsAny[MethodOptions]
+    profile: Literal["auto", "embedded", "paper", "authors"] = "auto"
+    """Preset of train.*, rounds, clients.* and method.*; auto: embedded with backbone=tiny, else paper."""
+    data: DataOptions = DataOptions()
+    partition: PartitionOptions = PartitionOptions()
+    backbone: BackboneOptions = BackboneOptions()
+    clients: ClientOptions = ClientOptions()
+    server: ServerOptions = ServerOptions()
+    train: TrainOptions = TrainOptions()
+    rounds: Count = 10
+    """Rounds in all."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of every random stream."""
+    eval: EvalOptions = EvalOptions()
+    engine: EngineOptions = EngineOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    tracking: TrackingOptions = TrackingOptions()
+    out: str | None = None
+    """Folder of the results; none: outputs/<method>-<data>-s<seed>-<time>."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: go on from the newest whole checkpoint in `out`."""
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients drawn each round."""
+        return self.clients.n if self.clients.per_round == "auto" else self.clients.per_round
+
+
+GROUPS = ("method", "data", "partition", "backbone")
+"""Option groups that have a ``name``, chosen by the bare key."""

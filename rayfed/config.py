@@ -1,0 +1,295 @@
+"""From the words of a command line to typed options; every mistake is reported at once, before anything heavy loads.
+
+Layers, weakest first: field defaults, the data set's defaults, the profile, a config file, the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rayfed.conf.options import GROUPS, MethodOptions, RunOptions
+from rayfed.errors import OptionError
+from rayfed.methods import METHODS
+
+DATA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "shapes": {"data.proxy": 128},
+    "fashion_mnist": {"data.shots": 64, "data.test_shots": 100, "data.proxy": 128},
+    "digits": {"data.proxy": 64},
+    "cifar10": {},
+    "cifar100": {},
+    "folder": {},
+}
+"""Data sets by name, with the option defaults that suit them."""
+
+Values = dict[str, Any]
+
+
+def parse_options(words: Sequence[str]) -> RunOptions:
+    """Return the typed options that ``words`` (``key=value`` each) ask for.
+
+    ``config=FILE`` takes a saved ``config.yaml``; the command line wins over it.
+
+    Raises:
+        OptionError: with one sentence per mistake: unknown names (with a suggestion), wrong types, values out of
+            range, contradictions.
+    """
+    typed = _split(words)
+    saved = _read_file(typed.pop("config")) if "config" in typed else {}
+    chosen = {**saved, **typed}
+    schema = method_schema(str(chosen.get("method.name", "fedglad")))
+    _known(chosen, fields(schema))
+    layers = [_data_defaults(chosen), _profile(schema, chosen), saved, typed]
+    merged: Values = {key: value for layer in layers for key, value in layer.items()}
+    options = _validate(schema, merged)
+    if problems := [*options.method.problems(), *contradictions(options)]:
+        raise OptionError("\n".join(problems))
+    return options
+
+
+def method_schema(name: str) -> type[MethodOptions]:
+    """Return the options class of method ``name``. Raises OptionError for an unknown name."""
+    if name not in METHODS:
+        raise OptionError(unknown("method", name, METHODS))
+    schema: type[MethodOptions] = importlib.import_module(f"rayfed.conf.method.{name}").Options
+    return schema
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence for an unknown ``name``, with the nearest known ones or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names[:30])}."
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def fields(schema: type[MethodOptions]) -> dict[str, Any]:
+    """Return every dotted option name with its pydantic field, in the order of the declarations."""
+    found: dict[str, Any] = {}
+    for name, field in RunOptions.model_fields.items():
+        group = schema if name == "method" else field.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            found.update({f"{name}.{leaf}": value for leaf, value in group.model_fields.items()})
+        else:
+            found[name] = field
+    return found
+
+
+def flatten(options: RunOptions) -> dict[str, Any]:
+    """Return the options as ``{dotted name: plain value}``, in the order of the declarations."""
+    flat: dict[str, Any] = {}
+    for name, value in options.model_dump(mode="json").items():
+        flat.update({f"{name}.{leaf}": v for leaf, v in value.items()} if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def to_yaml(options: RunOptions) -> str:
+    """Return the options as the text of a ``config.yaml`` that ``config=FILE`` reads back."""
+    text: str = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _split(words: Sequence[str]) -> Values:
+    typed: Values = {}
+    problems = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = f"{key}.name" if key in GROUPS else key
+        if not equals or not key:
+            problems.append(f"{word!r} is not an option: write name=value, for instance method=fedglad.")
+        elif key in typed:
+            problems.append(f"{key} is given twice ({typed[key]!r} and {value!r}): keep one.")
+        else:
+            typed[key] = value
+    if problems:
+        raise OptionError("\n".join(problems))
+    return typed
+
+
+def _read_file(path: str) -> Values:
+    file = Path(path).expanduser()
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"config={path} cannot be read ({error.strerror}): give the path of a config.yaml.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"config={path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise OptionError(f"config={path} holds no options: it must be a mapping such as 'rounds: 5'.")
+    flat: Values = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{leaf}": v for leaf, v in value.items()})
+        else:
+            flat[f"{name}.name" if name in GROUPS else str(name)] = value
+    return flat
+
+
+def _known(chosen: Values, known: Mapping[str, Any]) -> None:
+    groups = {name.partition(".")[0] for name in known if "." in name}
+    problems = []
+    for key in chosen:
+        if key in groups:
+            members = ", ".join(n for n in known if n.startswith(f"{key}."))
+            problems.append(f"{key} is a group and takes no value itself; its options: {members}.")
+        elif key not in known:
+            method = chosen.get("method.name", "fedglad")
+            scope = f"option of method={method}" if key.startswith("method.") else "option"
+            names = [n.removesuffix(".name") for n in known]
+            problems.append(unknown(scope, key, names))
+    if problems:
+        raise OptionError("\n".join(problems))
+
+
+def _data_defaults(chosen: Values) -> Values:
+    name = str(chosen.get("data.name", "shapes"))
+    if name not in DATA_DEFAULTS:
+        raise OptionError(unknown("data set", name, DATA_DEFAULTS))
+    return DATA_DEFAULTS[name]
+
+
+def _profile(schema: type[MethodOptions], chosen: Values) -> Values:
+    name = schema.model_fields["name"].default
+    profiles: dict[str, Values] = importlib.import_module(f"rayfed.conf.method.{name}").PROFILES
+    asked = str(chosen.get("profile", "auto"))
+    if asked == "auto":
+        return profiles.get("embedded" if chosen.get("backbone.name", "tiny") == "tiny" else "paper", {})
+    if asked not in profiles:
+        raise OptionError(f"method={name} has no profile {asked!r}: choose {' or '.join(sorted(profiles))}.")
+    return profiles[asked]
+
+
+def _validate(schema: type[MethodOptions], merged: Values) -> RunOptions:
+    annotations = fields(schema)
+    nested: Values = {}
+    for key, value in merged.items():
+        group, dot, leaf = key.partition(".")
+        plain = _from_text(value, annotations[key].annotation)
+        if dot:
+            nested.setdefault(group, {})[leaf] = plain
+        else:
+            nested[key] = plain
+    method, problems = _construct(schema, {"name": schema.model_fields["name"].default, **nested.pop("method", {})}, "method.")
+    options, more = _construct(RunOptions, {**nested, "method": method or schema.model_construct()}, "")
+    if options is None or problems:
+        raise OptionError("\n".join([*problems, *more]))
+    assert isinstance(options, RunOptions)
+    return options
+
+
+def _construct(model: type[BaseModel], values: Values, prefix: str) -> tuple[Any, list[str]]:
+    try:
+        return model(**values), []
+    except ValidationError as error:
+        return None, _sentences(error, prefix)
+
+
+def _from_text(value: Any, annotation: Any) -> Any:
+    """Read a word of the command line by the field's type: only lists are split, only optional fields know none."""
+    if not isinstance(value, str):
+        return value
+    choices = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if type(None) in choices and value.lower() in {"none", "null", ""}:
+        return None
+    if any(typing.get_origin(choice) is tuple for choice in choices):
+        inner = value.strip().removeprefix("[").removesuffix("]")
+        return tuple(part.strip() for part in inner.split(",") if part.strip())
+    return value
+
+
+def _sentences(error: ValidationError, prefix: str) -> list[str]:
+    by_option: dict[str, list[str]] = {}
+    values: Values = {}
+    for item in error.errors():
+        where = [str(part) for part in item["loc"] if isinstance(part, int) or "[" not in str(part)]
+        name = prefix + ".".join([p for p in where if p not in {"int", "float", "str", "literal"} and not p.startswith("constrained")][:2])
+        message = item["msg"][0].lower() + item["msg"][1:]
+        if message not in by_option.setdefault(name, []):
+            by_option[name].append(message.removeprefix("input should be "))
+        values[name] = item["input"]
+    sentences = []
+    for name, rules in by_option.items():
+        shown = json.dumps(values[name], ensure_ascii=False, default=str)
+        sentences.append(f"{name.removesuffix('.name')}={shown.strip(chr(34))}: must be {' or '.join(rules)}.")
+    return sentences
+
+
+def contradictions(options: RunOptions) -> list[str]:
+    """Return one sentence per pair of options that cannot hold together (all that needs no torch, Ray or data)."""
+    from rayfed.backbones import names
+
+    found = [*_client_problems(options), *_data_problems(options)]
+    backbone = options.backbone
+    kind = names.kind(backbone.name)
+    if kind is None:
+        found.append(unknown("backbone", backbone.name, [n for group in names.known_names().values() for n in group]))
+    if kind == "tiny" and (backbone.pretrained or backbone.checkpoint):
+        found.append("backbone=tiny carries its own weights: leave out backbone.pretrained and backbone.checkpoint.")
+    if backbone.pretrained and backbone.checkpoint:
+        found.append("backbone.pretrained and backbone.checkpoint both name weights: keep one.")
+    if kind == "vit" and options.method.needs_text:
+        found.append(
+            f"method={options.method.name} classifies by class texts but backbone={backbone.name} has no text tower: "
+            "use a CLIP backbone (such as tiny or ViT-B-16), or method=fedlora or local."
+        )
+    if kind == "vit" and getattr(options.method, "towers", "vision") != "vision":
+        found.append(f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower.")
+    width, rank = names.width(backbone.name) if kind else None, getattr(options.method, "rank", 0)
+    if width is not None and rank > width:
+        found.append(f"method.rank={rank} is above the width {width} of backbone={backbone.name}: use at most {width}.")
+    return found
+
+
+def _client_problems(options: RunOptions) -> list[str]:
+    clients, found = options.clients, []
+    if options.cohort_size > clients.n:
+        found.append(f"clients.per_round={clients.per_round} is above clients.n={clients.n}: lower it or raise clients.n.")
+    if clients.min_updates > options.cohort_size:
+        found.append(
+            f"clients.min_updates={clients.min_updates} can never be met by {options.cohort_size} clients a round: lower it."
+        )
+    for name, share in (("clients.gpu", clients.gpu), ("server.gpu", options.server.gpu)):
+        if share > 1 and share != int(share):
+            found.append(f"{name}={share} is refused by Ray: above 1 it must be whole; use {int(share)} or {int(share) + 1}.")
+    if options.tracking.uri is not None and (problem := tracking_uri_problem(options.tracking.uri)):
+        found.append(problem)
+    return found
+
+
+def _data_problems(options: RunOptions) -> list[str]:
+    data, partition, found = options.data, options.partition, []
+    if data.template.count("{}") != 1:
+        found.append(f"data.template={data.template!r} must contain {{}} once, where the class name goes.")
+    if data.name in {"cifar10", "cifar100", "folder"} and data.root is None:
+        found.append(f"data={data.name} needs data.root, the folder that holds the files.")
+    if partition.name == "file" and partition.file is None:
+        found.append("partition=file needs partition.file, a JSON file with the indices of every client.")
+    if partition.name != "file" and partition.file is not None:
+        found.append(f"partition.file is not used by partition={partition.name}: leave it out or set partition=file.")
+    if options.method.uses_proxy() and data.proxy == 0:
+        found.append(f"method={options.method.name} distils on proxy images but data.proxy=0: set data.proxy=128 or method.distill=none.")
+    if data.proxy_from is not None and data.proxy_from not in DATA_DEFAULTS:
+        found.append(unknown("data set in data.proxy_from", data.proxy_from, DATA_DEFAULTS))
+    if data.name == "shapes" and not data.domains:
+        found.append("data.domains is empty: name at least one, for instance data.domains=[photo].")
+    return found
+
+
+def tracking_uri_problem(uri: str) -> str | None:
+    """Return why MLflow would refuse or misuse ``uri``, or None."""
+    schemes = ("sqlite:///", "http://", "https://", "postgresql", "mysql", "mssql")
+    if uri.startswith(schemes):
+        return None
+    return (
+        f"tracking.uri={uri} is a plain folder or unknown store, which MLflow no longer takes: "
+        f"use a database file, tracking.uri=sqlite:///{uri.removeprefix('file://').rstrip('/')}/mlflow.db, or http://host:port."
+    )

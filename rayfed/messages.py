@@ -1,0 +1,97 @@
+"""Every type that crosses between client and server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRef:
+    """Which exchange a message belongs to; makes stale and doubled messages visible."""
+
+    round_index: int
+    phase: str
+    server_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a message carries.
+
+    ``params``: the shared parameters as one flat float32 tensor [P]: values down, deltas up; None for nothing.
+    ``extras``: further tensors by the names the method declares in ``wire``.
+    """
+
+    params: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send; an empty payload costs no message."""
+        return self.params is None and not self.extras
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Server to clients: one payload, encoded once per phase."""
+
+    round: RoundRef
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUpdate:
+    """Client to server: the update of one client; ``num_examples`` 0 means it made no step and weighs nothing."""
+
+    round: RoundRef
+    client_id: int
+    num_examples: int
+    payload: Payload
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFailure:
+    """Client to server: why one client's update is missing."""
+
+    round: RoundRef
+    client_id: int
+    error_type: str
+    message: str
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WireField:
+    """An extra tensor a method sends besides the shared parameters.
+
+    ``shape`` is in symbols: N the client's images, P proxy images, C classes, D embedding, or a fixed size.
+    ``reduce``: "sum" lets actors add clients up before sending; "list" keeps every client's own.
+    """
+
+    name: str
+    direction: Literal["up", "down"]
+    shape: tuple[str | int, ...]
+    dtype: str = "float32"
+    phase: str = "train"
+    reduce: Literal["sum", "list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One exchange inside a round.
+
+    ``cohort``: draw clients ("sample"), take those of the round's first phase ("same"), or all.
+    ``weight``: clients count by examples trained on, or equally. ``needs_all``: the server step gets every update by
+    itself; otherwise only their weighted sum travels.
+    """
+
+    name: str = "train"
+    cohort: Literal["sample", "same", "all"] = "sample"
+    uploads: bool = True
+    weight: Literal["examples", "equal"] = "examples"
+    needs_all: bool = False
