@@ -70,7 +70,6 @@ class WireField:
     """An extra tensor a method sends besides the shared parameters.
 
     ``shape`` is in symbols: N the client's images, P proxy images, C classes, D embedding, or a fixed size.
-    ``reduce``: "sum" lets actors add clients up before sending; "list" keeps every client's own.
     """
 
     name: str
@@ -78,7 +77,6 @@ class WireField:
     shape: tuple[str | int, ...]
     dtype: str = "float32"
     phase: str = "train"
-    reduce: Literal["sum", "list"] = "list"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,35 +35,43 @@ class Branch:
     scope: Scope
     rank: int
     alpha: float
+    tag: str = "lora"
 
 
 def attach_lora(
-    backbone: nn.Module, branches: Sequence[Branch], *, targets: Sequence[str], towers: Sequence[str]
-) -> Switch:
-    """Replace the layers that ``targets`` mean inside ``towers`` (child names) by adapted ones; return their switch.
+    backbone: nn.Module, switch: Switch, branches: Sequence[Branch], *, targets: Sequence[str], towers: Sequence[str]
+) -> list[str]:
+    """Add ``branches`` to the layers that ``targets`` mean inside ``towers`` (child names); return the layers' paths.
+
+    Plain linear layers are replaced by adapted ones; layers adapted before get the branches beside the old ones.
 
     Raises:
         AdapterError: a target matches nothing (with near names), or a rank is above a layer's width.
     """
-    switch = Switch()
-    for name in find_targets(backbone, targets, towers):
+    names = find_targets(backbone, targets, towers)
+    for name in names:
         parent_name, _, leaf = name.rpartition(".")
         parent = backbone.get_submodule(parent_name)
-        base = getattr(parent, leaf)
-        adapted = base if isinstance(base, AdaptedLinear) else AdaptedLinear(base, switch)
+        layer = getattr(parent, leaf)
+        adapted = layer if isinstance(layer, AdaptedLinear) else AdaptedLinear(layer, switch)
         for branch in branches:
-            _check_rank(name, base, branch.rank)
-            adapted.branches[branch.name] = LoRABranch(
-                base.in_features, base.out_features, rank=branch.rank, alpha=branch.alpha, scope=branch.scope
-            )
+            adapted.branches[branch.name] = _lora(name, adapted, branch)
         setattr(parent, leaf, adapted)
-    return switch
+    return names
+
+
+def _lora(name: str, layer: AdaptedLinear, branch: Branch) -> LoRABranch:
+    d_in, d_out = layer.in_features, layer.out_features
+    if branch.rank > min(d_in, d_out):
+        width = min(d_in, d_out)
+        raise AdapterError(f"rank {branch.rank} is above the width {width} of layer {name}: use at most {width}.")
+    return LoRABranch(d_in, d_out, rank=branch.rank, alpha=branch.alpha, scope=branch.scope, tag=branch.tag)
 
 
 def attach_layer_gates(backbone: nn.Module, *, width: int, init: float) -> None:
-    """Give every adapted layer a private gate of its own."""
-    for module in backbone.modules():
-        if isinstance(module, AdaptedLinear):
+    """Give every layer with two branches a private gate of its own."""
+    for module in list(backbone.modules()):
+        if isinstance(module, AdaptedLinear) and len(module.branches) == 2:
             module.gate = LayerGate(module.in_features, width=width, init=init)
 
 
@@ -75,7 +83,7 @@ def find_targets(backbone: nn.Module, targets: Sequence[str], towers: Sequence[s
     Raises:
         AdapterError: a target matches no linear layer of the towers.
     """
-    known = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear) and n.split(".")[0] in towers]
+    known = [name for name in _linear_layers(backbone) if name.split(".")[0] in towers]
     chosen: set[str] = set()
     for target in targets:
         hits = [name for name in known if _matches(name, target)]
@@ -96,7 +104,9 @@ def _no_match(target: str, known: Sequence[str], towers: Sequence[str]) -> str:
     return f"target {target!r} matches no linear layer of {' or '.join(towers)}; near names: {', '.join(near)}."
 
 
-def _check_rank(name: str, base: nn.Module, rank: int) -> None:
-    width = min(int(base.in_features), int(base.out_features))
-    if rank > width:
-        raise AdapterError(f"rank {rank} is above the width {width} of layer {name}: use at most {width}.")
+def _linear_layers(module: nn.Module, prefix: str = "") -> list[str]:
+    """Paths of plain and adapted linear layers; what is inside an adapted one does not count."""
+    if isinstance(module, (nn.Linear, AdaptedLinear)):
+        return [prefix]
+    children = module.named_children()
+    return [path for name, child in children for path in _linear_layers(child, f"{prefix}.{name}" if prefix else name)]

@@ -39,8 +39,10 @@ class Switch:
 class LoRABranch(Scoped):
     """Delta(x) = (alpha / rank) B A x with A [rank, d_in] random (std 1/sqrt(rank)) and B [d_out, rank] zero."""
 
-    def __init__(self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope) -> None:
-        super().__init__(scope, "lora")
+    def __init__(
+        self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope, tag: str = "lora"
+    ) -> None:
+        super().__init__(scope, tag)
         self.a = nn.Parameter(torch.randn(rank, d_in) / math.sqrt(rank))
         self.b = nn.Parameter(torch.zeros(d_out, rank))
         self.scale = alpha / rank

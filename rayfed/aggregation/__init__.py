@@ -1,0 +1,1 @@
+"""Rules that combine client updates: pure functions and sums on flat tensors."""

@@ -1,0 +1,68 @@
+"""Weighted sums with the same bits in any order and grouping, by fixed-point integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FRACTION_BITS = 40
+"""Resolution 2**-40 (9e-13) per coordinate: below a float32 ulp of any delta above 1e-5."""
+
+LIMIT = float(2 ** (62 - FRACTION_BITS))
+"""Largest |delta| * weight that a sum may hold, in total (4.2 million)."""
+
+
+@dataclass(slots=True)
+class ExactSum:
+    """Sum over clients of ``weight * delta`` in int64 fixed point [P].
+
+    Integer addition is associative, so neither arrival order nor grouping over actors changes a bit.
+    """
+
+    total: Tensor
+    weight: int = 0
+    bound: float = 0.0
+
+    @classmethod
+    def zeros(cls, size: int) -> ExactSum:
+        """Empty sum of ``size`` coordinates."""
+        return cls(torch.zeros(size, dtype=torch.int64))
+
+    def add(self, delta: Tensor, weight: int) -> None:
+        """Add ``weight`` (>= 0) times ``delta`` [P] float32.
+
+        Raises:
+            OverflowError: the sum could leave its range; nothing has been added then.
+        """
+        largest = float(delta.abs().max()) if delta.numel() else 0.0
+        self._reserve(largest * weight)
+        self.total += torch.round(delta.double() * 2.0**FRACTION_BITS).long() * weight
+        self.weight += weight
+
+    def merge(self, other: ExactSum) -> None:
+        """Add another sum. Raises OverflowError as ``add`` does."""
+        self._reserve(other.bound)
+        self.total += other.total
+        self.weight += other.weight
+
+    def mean(self) -> Tensor:
+        """Return the weighted mean [P] in float32; zeros where nothing weighed anything."""
+        if self.weight == 0:
+            return torch.zeros_like(self.total, dtype=torch.float32)
+        return (self.total.double() / (self.weight * 2.0**FRACTION_BITS)).float()
+
+    def _reserve(self, amount: float) -> None:
+        if not self.bound + amount < LIMIT:
+            raise OverflowError(f"delta x weight adds up to {self.bound + amount:.3g}, above {LIMIT:.3g}")
+        self.bound += amount
+
+
+def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Return sum(w_k delta_k) / sum(w_k) [P] in float32, with the same bits in any order of the clients."""
+    total = ExactSum.zeros(deltas[0].numel() if deltas else 0)
+    for delta, weight in zip(deltas, weights, strict=True):
+        total.add(delta, weight)
+    return total.mean()

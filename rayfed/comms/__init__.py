@@ -1,0 +1,1 @@
+"""Encoding of messages and the count of their bytes."""

@@ -1,0 +1,82 @@
+"""A frozen backbone with switched adapters and, for a CLIP, class texts: the model most methods build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rayfed.adapters.attach import Branch, attach_lora
+from rayfed.adapters.lora import Switch
+from rayfed.adapters.scope import Scope, ScopedLinear
+from rayfed.backbones.base import Backbone
+from rayfed.backbones.text import class_texts
+from rayfed.conf.options import LoRAOptions
+from rayfed.methods.base import Batch, ClientJob, Objective, TaskView
+
+TOWERS = {"vision": ("image_tower",), "text": ("text_tower",), "both": ("image_tower", "text_tower")}
+
+
+class AdaptedModel(nn.Module):
+    """``backbone`` with LoRA branches attached in place; ``head`` classifies where there is no text tower."""
+
+    def __init__(self, backbone: Backbone, task: TaskView) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head: ScopedLinear | None = None
+        self.switch = Switch()
+        texts, _ = class_texts(task.classes, task.template)
+        tokens = backbone.tokenize(texts) if backbone.has_text else None
+        self.register_buffer("tokens", tokens, persistent=False)
+
+    def attach(self, config: LoRAOptions, *branches: Branch, towers: Sequence[str] | None = None) -> None:
+        """Attach LoRA ``branches`` to the layers that ``config`` names. Raises AdapterError as ``attach_lora`` does."""
+        towers = towers or TOWERS[config.towers]
+        attach_lora(self.backbone, self.switch, branches, targets=config.targets, towers=towers)
+
+    def image_features(self, images: Tensor, *branches: str, gated: bool = False) -> Tensor:
+        """Normalised features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting."""
+        with self.switch.use(*branches, gated=gated):
+            return F.normalize(self.backbone.encode_image(images), dim=-1)
+
+    def text_features(self, *branches: str) -> Tensor:
+        """Normalised class text features [C, D] with ``branches`` acting."""
+        with self.switch.use(*branches):
+            return F.normalize(self.backbone.encode_text(self.tokens), dim=-1)
+
+    def logits(self, features: Tensor, classes: Tensor | None) -> Tensor:
+        """Scaled cosine logits [B, C] of ``features`` [B, D], or the head's for a backbone without text tower."""
+        if classes is None:
+            assert self.head is not None
+            return self.head(features)
+        return self.backbone.logit_scale * features @ classes.t()
+
+
+class SingleLoRA(AdaptedModel):
+    """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower."""
+
+    def __init__(self, backbone: Backbone, task: TaskView, config: LoRAOptions, scope: Scope) -> None:
+        super().__init__(backbone, task)
+        self.attach(config, Branch("lora", scope, config.rank, config.alpha))
+        if not backbone.has_text:
+            self.head = ScopedLinear(backbone.embed_dim, len(task.classes), scope)
+
+    def class_features(self) -> Tensor | None:
+        """[C, D] with the LoRA acting on the text tower, if it is attached there."""
+        return self.text_features("lora") if self.backbone.has_text else None
+
+    def forward(self, batch: Batch, classes: Tensor | None) -> Tensor:
+        """Logits [B, C] with the LoRA acting."""
+        return self.logits(self.image_features(batch.images, "lora"), classes)
+
+
+def cross_entropy_objective(job: ClientJob, *, trains_text: bool) -> Objective:
+    """Cross-entropy of a ``SingleLoRA`` over all class names; text features carry gradient if ``trains_text``."""
+
+    def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        assert isinstance(net, SingleLoRA)
+        classes = net.class_features() if trains_text else job.class_features
+        return {"ce": F.cross_entropy(net(batch, classes), batch.labels)}
+
+    return objective

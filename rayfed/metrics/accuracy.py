@@ -1,0 +1,39 @@
+"""Accuracies over clients; a client without test images is left out, never counted as 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def over_clients(correct: Mapping[int, BoolArray]) -> dict[str, float | None]:
+    """Return the spread of the clients' accuracies, in [0, 1], given which test images each got right.
+
+    ``acc_macro``: mean over clients. ``acc_weighted``: by test images. ``acc_worst``: the lowest. ``p10 p50 p90``:
+    percentiles over clients (linear interpolation). None where no client has test images.
+    """
+    held = [hits for _, hits in sorted(correct.items()) if len(hits)]
+    if not held:
+        return dict.fromkeys(("acc_macro", "acc_weighted", "acc_worst", "p10", "p50", "p90"))
+    each = np.array([hits.mean() for hits in held])
+    p10, p50, p90 = (float(np.percentile(each, q)) for q in (10, 50, 90))
+    weighted = sum(int(hits.sum()) for hits in held) / sum(len(hits) for hits in held)
+    return {
+        "acc_macro": float(each.mean()),
+        "acc_weighted": weighted,
+        "acc_worst": float(each.min()),
+        "p10": p10,
+        "p50": p50,
+        "p90": p90,
+    }
+
+
+def per_class(labels: npt.NDArray[np.int64], hits: BoolArray, num_classes: int) -> list[float | None]:
+    """Return the accuracy of each class [C]; a class without test images is None, one never right is 0."""
+    totals = np.bincount(labels, minlength=num_classes)
+    right = np.bincount(labels, weights=hits, minlength=num_classes)
+    return [float(r / n) if n else None for r, n in zip(right, totals, strict=True)]
