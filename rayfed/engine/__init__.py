@@ -1,0 +1,1 @@
+"""Carrying out a run; knows clients, rounds and processes, never a method by name."""

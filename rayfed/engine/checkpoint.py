@@ -1,0 +1,146 @@
+"""Saved rounds: a server state, the names and hashes of every client's private state, and the figures so far.
+
+    out/checkpoints/round_00005/manifest.json   written last; a round without a whole manifest does not exist
+    out/checkpoints/round_00005/server.safetensors
+    out/checkpoints/clients/00003/r00005-train-<hash>.safetensors
+
+Everything is written aside and renamed. Loading takes the newest round whose every file has the recorded hash, and
+says which newer ones it passed over and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayfed.engine.store import StateRef, write_whole
+from rayfed.errors import CheckpointError
+
+MANIFEST, SERVER = "manifest.json", "server.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved run after ``rounds_done`` rounds."""
+
+    rounds_done: int
+    server: bytes
+    private: dict[int, StateRef]
+    figures: dict[str, Any]
+    passed_over: tuple[str, ...] = field(default=())
+
+
+class Checkpoints:
+    """The saved rounds under ``out/checkpoints``."""
+
+    def __init__(self, out: Path, *, keep: int, options: Mapping[str, Any]) -> None:
+        self.root = out / "checkpoints"
+        self.clients = self.root / "clients"
+        self._keep = keep
+        self._options = dict(options)
+
+    def save(self, rounds_done: int, server: bytes, private: Mapping[int, StateRef], figures: Mapping[str, Any]) -> None:
+        """Save a round, then remove what only older rounds than the last ``keep`` need.
+
+        Raises:
+            CheckpointError: it cannot be written (a full disk); the saves before it are untouched.
+        """
+        folder = self.root / f"round_{rounds_done:05d}"
+        manifest = {
+            "rounds_done": rounds_done,
+            "options": self._options,
+            "server_sha256": hashlib.sha256(server).hexdigest(),
+            "private": {str(client): [ref.file, ref.sha256] for client, ref in sorted(private.items())},
+            "figures": figures,
+        }
+        try:
+            write_whole(folder / SERVER, server)
+            write_whole(folder / MANIFEST, json.dumps(manifest).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"round {rounds_done} cannot be saved in {folder} ({error.strerror}): free some space and go on with "
+                "resume=auto; the last good save is kept."
+            ) from error
+        self._prune()
+
+    def exists(self) -> bool:
+        """Whether any round was saved here, whole or not."""
+        return any(self._folders())
+
+    def load_newest(self) -> Saved | None:
+        """Return the newest whole save, or None where there is none.
+
+        Raises:
+            CheckpointError: it belongs to a run with other options (named).
+        """
+        passed_over: list[str] = []
+        for folder in self._folders():
+            try:
+                manifest, server = self._read(folder)
+            except CheckpointError as error:
+                passed_over.append(f"{folder.name}: {error}")
+                continue
+            self._refuse_other_options(manifest["options"])
+            private = {int(client): StateRef(*ref) for client, ref in manifest["private"].items()}
+            return Saved(manifest["rounds_done"], server, private, manifest["figures"], tuple(passed_over))
+        if passed_over:
+            raise CheckpointError(f"no saved round in {self.root} is whole: {'; '.join(passed_over)}.")
+        return None
+
+    def _folders(self) -> list[Path]:
+        return sorted(self.root.glob("round_*"), reverse=True)
+
+    def _read(self, folder: Path) -> tuple[dict[str, Any], bytes]:
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            server = (folder / SERVER).read_bytes()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{' '.join(str(error).split())}") from error
+        if hashlib.sha256(server).hexdigest() != manifest["server_sha256"]:
+            raise CheckpointError("the server state is damaged")
+        for file, sha256 in manifest["private"].values():
+            path = self.clients / file
+            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+                raise CheckpointError(f"private state {file} is missing or damaged")
+        return manifest, server
+
+    def _refuse_other_options(self, saved: Mapping[str, Any]) -> None:
+        names = sorted(saved.keys() | self._options.keys())
+        other = [n for n in names if saved.get(n) != self._options.get(n)]
+        if other:
+            shown = ", ".join(f"{n} was {saved.get(n)} and is now {self._options.get(n)}" for n in other[:5])
+            raise CheckpointError(f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=.")
+
+    def _prune(self) -> None:
+        folders = self._folders()
+        for folder in folders[self._keep :]:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        needed = {file for folder in folders[: self._keep] for file in _private_files(folder)}
+        if not needed:
+            return
+        for path in self.clients.glob("*/*.safetensors"):
+            if str(path.relative_to(self.clients)) not in needed:
+                path.unlink(missing_ok=True)
+
+
+def _private_files(folder: Path) -> list[str]:
+    try:
+        return [file for file, _ in json.loads((folder / MANIFEST).read_text())["private"].values()]
+    except (OSError, ValueError):
+        return []
+
+
+RESUMABLE = ("out", "resume", "rounds", "engine.", "clients.actors", "clients.cpu", "clients.gpu", "server.", "tracking.",
+             "eval.", "checkpoint.", "profile")
+"""Options (or their groups) that a resumed run may change."""
+
+
+def identity(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that make a run what it is: all but ``RESUMABLE``."""
+    return {name: value for name, value in flat.items() if not name.startswith(RESUMABLE)}

@@ -1,0 +1,48 @@
+"""What an update must satisfy before it can touch shared state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rayfed.aggregation.exact import LIMIT
+from rayfed.messages import Payload, WireField
+
+
+def update_problem(
+    payload: Payload, wire: Sequence[WireField], *, params: int | None, sizes: Mapping[str, int], share: float
+) -> str | None:
+    """Return why an upload is refused (keys, shapes, types, finite, size), or None for a good one.
+
+    ``params``: how many shared parameters it must carry (None: none at all). ``sizes``: the symbols of the wire's
+    shapes. ``share``: the client's weight times the number of clients; bounds what exact sums can hold.
+    """
+    wanted = {field.name: field for field in wire}
+    if payload.extras.keys() != wanted.keys():
+        return f"extras {sorted(payload.extras)} where {sorted(wanted)} are declared"
+    if problem := _params_problem(payload.params, params, share):
+        return problem
+    for name, tensor in payload.extras.items():
+        field = wanted[name]
+        shape = tuple(sizes.get(side, -1) if isinstance(side, str) else side for side in field.shape)
+        if tuple(tensor.shape) != shape or tensor.dtype is not getattr(torch, field.dtype):
+            return f"{name} is {tensor.dtype} {list(tensor.shape)} where {field.dtype} {list(shape)} is declared"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} is not finite"
+    return None
+
+
+def _params_problem(params: Tensor | None, wanted: int | None, share: float) -> str | None:
+    if wanted is None:
+        return None if params is None else "shared parameters in a phase that uploads none"
+    if params is None or tuple(params.shape) != (wanted,) or params.dtype is not torch.float32:
+        shown = "missing" if params is None else f"{params.dtype} {list(params.shape)}"
+        return f"shared delta is {shown} where float32 [{wanted}] is declared"
+    largest = float(params.abs().max()) if wanted else 0.0
+    if not torch.isfinite(torch.tensor(largest)):
+        return "shared delta is not finite"
+    if largest * share >= LIMIT:
+        return f"shared delta reaches {largest:.3g}, too large to be a trained adapter"
+    return None

@@ -1,0 +1,134 @@
+"""Joining a Ray cluster, and whether it can ever run what is asked."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayfed.conf.options import RunOptions
+from rayfed.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many client actors run side by side, and why not more."""
+
+    num_actors: int
+    note: str | None = None
+
+
+def connect(options: RunOptions) -> bool:
+    """Join the cluster that ``engine.address``, RAY_ADDRESS or this machine offers, else start one here.
+
+    Returns whether this call made the connection (and must end it). Raises ResourceError if it cannot be reached.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ResourceError("engine.pool=ray but Ray is not installed: pip install 'ray[default]', or engine.pool=local.") from error
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # an actor with 0 GPUs sees none
+    address = options.engine.address or os.environ.get("RAY_ADDRESS")
+    settings: dict[str, Any] = {"namespace": "rayfed", "logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None and _join_here(settings):
+        return True
+    try:
+        if address is None:
+            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
+        else:
+            ray.init(address=address, **settings)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ResourceError(
+            f"no Ray cluster could be joined at {address or 'this machine'} ({' '.join(str(error).split())[:300]}): "
+            "check engine.address, or use engine.pool=local."
+        ) from error
+    return True
+
+
+def _join_here(settings: Mapping[str, Any]) -> bool:
+    """Join a cluster started on this machine by ``ray start``, if there is one."""
+    import ray
+
+    try:
+        ray.init(address="auto", **settings)
+    except ConnectionError:
+        return False
+    return True
+
+
+def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Plan:
+    """Return how many client actors fit beside the server on ``nodes`` (each a ``{"CPU": n, "GPU": n}``).
+
+    Raises:
+        ResourceError: the server or not even one client actor fits on any node, now or ever.
+    """
+    _refuse_impossible("server", options.server.cpu, options.server.gpu, nodes)
+    _refuse_impossible("clients", options.clients.cpu, options.clients.gpu, nodes)
+    free = _place_server(options, nodes)
+    fit = sum(_fits(options.clients.cpu, options.clients.gpu, node) for node in free)
+    if fit == 0:
+        raise ResourceError(
+            f"the server (server.cpu={options.server.cpu:g}, server.gpu={options.server.gpu:g}) leaves no room for a client "
+            f"actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on {_describe(nodes)}: "
+            "lower one of them."
+        )
+    useful = min(fit, options.cohort_size)
+    asked = options.clients.actors
+    if asked == "auto":
+        return Plan(useful)
+    if asked > fit:
+        return Plan(fit, f"clients.actors={asked} but {fit} fit on {_describe(nodes)}: {fit} run at a time, clients take turns.")
+    return Plan(min(asked, useful))
+
+
+def _refuse_impossible(who: str, cpu: float, gpu: float, nodes: Sequence[Mapping[str, float]]) -> None:
+    most_gpu = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    most_cpu = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
+    if gpu > most_gpu:
+        remedy = f"use at most {who}.gpu={most_gpu:g}" if most_gpu else f"use {who}.gpu=0, or join a cluster with GPUs (engine.address)"
+        raise ResourceError(f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs ({_describe(nodes)}); {remedy}.")
+    if cpu > most_cpu:
+        raise ResourceError(
+            f"{who}.cpu={cpu:g} can never be met: the largest node has {most_cpu:g} CPUs ({_describe(nodes)}); use at most {who}.cpu={most_cpu:g}."
+        )
+
+
+def _place_server(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    free = [dict(node) for node in nodes]
+    need = {"CPU": options.server.cpu, "GPU": options.server.gpu}
+    for node in sorted(free, key=lambda n: n.get("GPU", 0.0)):
+        if all(node.get(kind, 0.0) >= amount for kind, amount in need.items()):
+            for kind, amount in need.items():
+                node[kind] = node.get(kind, 0.0) - amount
+            return free
+    return free
+
+
+def _fits(cpu: float, gpu: float, node: Mapping[str, float]) -> int:
+    by_cpu = math.floor(node.get("CPU", 0.0) / cpu + 1e-9) if cpu else 10**6
+    if not gpu:
+        return by_cpu if cpu else max(1, int(node.get("CPU", 1)))
+    # A fractional share has to lie on one card.
+    cards = math.floor(node.get("GPU", 0.0) + 1e-9)
+    by_gpu = cards * math.floor(1 / gpu + 1e-9) if gpu <= 1 else cards // int(gpu)
+    leftover = node.get("GPU", 0.0) - cards
+    if gpu <= 1:
+        by_gpu += math.floor(leftover / gpu + 1e-9)
+    return min(by_cpu, by_gpu)
+
+
+def _describe(nodes: Sequence[Mapping[str, float]]) -> str:
+    cpu, gpu = (sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
+    return f"{len(nodes)} node{'s' * (len(nodes) != 1)} with {cpu:g} CPUs and {gpu:g} GPUs in all"
+
+
+def cluster_nodes() -> list[dict[str, float]]:
+    """The living nodes of the joined cluster and what each has."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

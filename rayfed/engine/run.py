@@ -1,0 +1,236 @@
+"""The round loop.
+
+    draw cohort -> server: begin(phase) --broadcast--> workers: client_step --packets--> server: receive
+                                                           |reports                         |
+                                                        driver <----------figures---- server: finish (server_step)
+    every k rounds: predictions of the global and the personal models -> figures; save; tell the observers
+
+The driver holds no tensors: which private state of a client counts, the figures so far, and the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayfed.conf.options import RunOptions
+from rayfed.data.task import Task
+from rayfed.engine import evaluate
+from rayfed.engine.checkpoint import Checkpoints
+from rayfed.engine.client import ClientReport, Prediction, TrainJob
+from rayfed.engine.pool import Pool, ServerLost
+from rayfed.engine.sampling import draw_cohort
+from rayfed.engine.store import StateRef
+from rayfed.errors import RoundError
+from rayfed.messages import ClientFailure, Phase
+from rayfed.methods.base import AnyMethod
+
+log = logging.getLogger("rayfed")
+SERVER_RESTARTS = 3
+"""How often one round is played again because the server died."""
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """What happened in a round: reproducible figures only (``seconds`` and ``retried`` go to timing.json)."""
+
+    round: int
+    cohort: tuple[int, ...] = ()
+    bytes_up: int = 0
+    bytes_down: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    clients: dict[str, float] = field(default_factory=dict)
+    server: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] | None = None
+
+
+class Observer(Protocol):
+    """Someone who is told how the run goes (console, files, MLflow)."""
+
+    def progress(self, round_index: int, what: str, done: int, total: int) -> None:
+        """``done`` of ``total`` clients (or evaluation jobs) of a round are through."""
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        """A round is finished and, where due, saved."""
+
+
+@dataclass(slots=True)
+class Federation:
+    """One run: plays the rounds that are left."""
+
+    options: RunOptions
+    task: Task
+    method: AnyMethod
+    pool: Pool
+    checkpoints: Checkpoints
+    observer: Observer
+    has_zero_shot: bool = True
+    private: dict[int, StateRef] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    scores: evaluate.Scores = field(default_factory=evaluate.Scores)
+    seconds: list[float] = field(default_factory=list)
+    _snapshot: Any = None
+
+    def resume(self) -> str | None:
+        """Take up the newest whole save; return a sentence about it, None if there is none."""
+        saved = self.checkpoints.load_newest()
+        if saved is None:
+            return None
+        self.private, self.history = dict(saved.private), list(saved.figures["history"])
+        self.pool.restore(saved.server)
+        skipped = f"; passed over {', '.join(saved.passed_over)}" if saved.passed_over else ""
+        return f"resumed after round {saved.rounds_done}{skipped}"
+
+    def play(self) -> None:
+        """Play every round that is left.
+
+        Raises:
+            RoundError: too few good updates, or the server died again and again; the last save is whole.
+        """
+        self._snapshot = self.pool.snapshot()
+        first = len(self.history)
+        if first >= self.options.rounds:
+            self._evaluate(self.options.rounds - 1)
+        for index in range(first, self.options.rounds):
+            started = time.perf_counter()
+            record = self._surviving(lambda index=index: self._round(index))  # type: ignore[misc]
+            self.seconds.append(time.perf_counter() - started)
+            self.history.append(asdict(record))
+            self._save(index)
+            self.observer.round_done(record, self.seconds[-1])
+
+    def _surviving(self, play: Callable[[], RoundRecord]) -> RoundRecord:
+        """Play a round; if the server dies, give a new one the last snapshot and play it again from the start."""
+        before = dict(self.private)
+        for _ in range(SERVER_RESTARTS):
+            try:
+                record = play()
+                self._snapshot = self.pool.snapshot()
+                return record
+            except ServerLost as error:
+                log.warning("%s; playing the round again", error)
+                self.private = dict(before)
+                self.pool.restore(self._snapshot)
+        raise RoundError(f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable.")
+
+    def _round(self, index: int) -> RoundRecord:
+        record = RoundRecord(index)
+        cohort: tuple[int, ...] = ()
+        due = self._evaluation_due(index)
+        phases = self.method.phases(index, self.options.rounds)
+        for position, phase in enumerate(phases):
+            cohort = self._cohort(phase, index, cohort)
+            self._phase(phase, cohort, record, score=due and position == len(phases) - 1)
+        record.cohort = cohort
+        if due:
+            record.evaluation = self._evaluate(index)
+        return record
+
+    def _cohort(self, phase: Phase, index: int, first: tuple[int, ...]) -> tuple[int, ...]:
+        eligible = [c for c, client in enumerate(self.task.clients) if len(client.train)]
+        if phase.cohort == "all":
+            return tuple(eligible)
+        if phase.cohort == "same" and first:
+            return first
+        return draw_cohort(self.options.seed, index, eligible, self.options.cohort_size)
+
+    def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
+        broadcast, size = self.pool.begin(record.round, phase)
+        record.bytes_down += size * len(cohort)
+        jobs = [
+            TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort
+        ]
+        reports, failures = self._train(record.round, broadcast, jobs)
+        if len(reports) < self.options.clients.min_updates:
+            reasons = "; ".join(f"client {f.client_id}: {f.error_type}: {f.message}" for f in failures[:5])
+            raise RoundError(
+                f"round {record.round + 1} has {len(reports)} good updates of {len(cohort)}, below "
+                f"clients.min_updates={self.options.clients.min_updates} ({reasons}); the last good state is saved."
+            )
+        record.server |= self.pool.finish(phase, tuple(sorted(cohort)))
+        self._commit(reports, failures, record)
+
+    def _train(
+        self, index: int, broadcast: Any, jobs: Sequence[TrainJob]
+    ) -> tuple[list[ClientReport], list[ClientFailure]]:
+        reports: list[ClientReport] = []
+        failures: list[ClientFailure] = []
+        for done, outcome in enumerate(self.pool.run("train", broadcast, jobs), start=1):
+            if isinstance(outcome, ClientReport):
+                reports.append(outcome)
+            elif isinstance(outcome, ClientFailure):
+                failures.append(outcome)
+                log.warning(
+                    "round %d: client %d left out: %s: %s", index + 1, outcome.client_id, outcome.error_type, outcome.message
+                )
+            self.observer.progress(index, "train", done, len(jobs))
+        return sorted(reports, key=lambda r: r.client_id), sorted(failures, key=lambda f: f.client_id)
+
+    def _commit(self, reports: Sequence[ClientReport], failures: Sequence[ClientFailure], record: RoundRecord) -> None:
+        self.private |= {r.client_id: r.state for r in reports if r.state is not None}
+        record.bytes_up += sum(r.bytes_up for r in reports)
+        record.failures += [
+            {"client": f.client_id, "error": f.error_type, "message": f.message} for f in failures
+        ]
+        record.clients |= _weighted_means(reports)
+        trained = {r.client_id: r.predictions for r in reports if r.predictions is not None}
+        self.scores.trained = trained or self.scores.trained
+
+    def _evaluation_due(self, index: int) -> bool:
+        every = self.options.eval.every
+        return index + 1 == self.options.rounds or (every > 0 and (index + 1) % every == 0)
+
+    def _evaluate(self, index: int) -> dict[str, Any]:
+        broadcast, _ = self.pool.begin(index, Phase("evaluate", uploads=False))
+        jobs = evaluate.jobs(self.task, self.private, zero_shot=self.has_zero_shot and self.scores.zero_shot is None)
+        found: list[Prediction] = []
+        for done, outcome in enumerate(self.pool.run("predict", broadcast, jobs), start=1):
+            if isinstance(outcome, Prediction):
+                found.append(outcome)
+            elif isinstance(outcome, ClientFailure):
+                raise RoundError(f"evaluation of round {index + 1} failed: {outcome.error_type}: {outcome.message}.")
+            self.observer.progress(index, "evaluate", done, len(jobs))
+        self.scores.personal, self.scores.val = {}, {}
+        return evaluate.figures(self.task, evaluate.collect(self.task, found, self.scores))
+
+    def _save(self, index: int) -> None:
+        every = self.options.checkpoint.every
+        if index + 1 == self.options.rounds or (index + 1) % every == 0:
+            server = self.pool.fetch(self._snapshot)
+            self.checkpoints.save(index + 1, server, self.private, {"history": self.history})
+
+
+def _weighted_means(reports: Sequence[ClientReport]) -> dict[str, float]:
+    """Means of the clients' figures, weighted by examples; a client that made no step does not count."""
+    names = sorted({name for report in reports for name in report.metrics})
+    means = {}
+    for name in names:
+        held = [(r.metrics[name], r.num_examples) for r in reports if name in r.metrics and r.num_examples]
+        if held:
+            means[name] = sum(value * n for value, n in held) / sum(n for _, n in held)
+    return means
+
+
+def summary(options: RunOptions, history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the last round and the totals: the content of ``summary.json``."""
+    last = history[-1]["evaluation"]
+    return {
+        "method": options.method.name,
+        "data": options.data.name,
+        "backbone": options.backbone.name,
+        "seed": options.seed,
+        "rounds": len(history),
+        **last,
+        "bytes_up": sum(record["bytes_up"] for record in history),
+        "bytes_down": sum(record["bytes_down"] for record in history),
+        "failures": sum(len(record["failures"]) for record in history),
+    }
+
+
+def state_folder(out: Path) -> Path:
+    """Where private client states of a run lie."""
+    return out / "checkpoints" / "clients"

@@ -1,0 +1,144 @@
+"""The server half of the engine: owns the shared state, combines updates, runs the method's server step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from rayfed import rng
+from rayfed.adapters.peft import to_peft
+from rayfed.adapters.scope import Entry, FlatParameters, Scope
+from rayfed.aggregation.exact import ExactSum
+from rayfed.comms import codec
+from rayfed.conf.options import RunOptions, TrainOptions
+from rayfed.data.task import ImageSet
+from rayfed.engine.bench import Bench
+from rayfed.engine.client import Packet
+from rayfed.engine.images import ArrayImages
+from rayfed.messages import Broadcast, ClientUpdate, Phase, RoundRef
+from rayfed.methods.base import FitReport, Group, Items, Objective, TaskView, Updates
+from rayfed.state import ServerState
+
+
+@dataclass(slots=True)
+class Context:
+    """The ``ServerContext`` a method sees."""
+
+    round_index: int
+    rounds: int
+    cohort: tuple[int, ...]
+    task: TaskView
+    proxy: ArrayImages
+    parameters: Mapping[Scope, FlatParameters]
+    bench: Bench
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """CPU generator of this round and purpose."""
+        return rng.torch_generator(self.bench.options.seed, "server", self.round_index, purpose)
+
+    def fit(
+        self, items: Items, objective: Objective, groups: Sequence[Group], *, lr: float, epochs: int, batch: int
+    ) -> FitReport:
+        """Train on the server: AdamW, no weight decay, no clipping."""
+        options = TrainOptions(lr=lr, epochs=epochs, batch=batch, clip_norm=0.0)
+        return self.bench.fit(options).run(items, objective, groups, generator=self.generator("order"))
+
+    def log(self, name: str, value: float) -> None:
+        """Record a figure of this round."""
+        self.figures[name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What a finished run leaves: shared tensors by name, the private layout, the shared LoRA in PEFT's format."""
+
+    shared: dict[str, Tensor]
+    private: tuple[Entry, ...]
+    peft: tuple[dict[str, Tensor], dict[str, Any]] | None
+
+    def named_private(self, values: Tensor) -> dict[str, Tensor]:
+        """Split a client's flat private tensor [V] into ``{parameter name: tensor}``."""
+        return {e.name: values[e.start : e.stop].reshape(e.shape).clone() for e in self.private}
+
+
+class Server:
+    """One phase at a time: ``begin``, any number of ``receive``, ``finish``."""
+
+    def __init__(self, options: RunOptions, view: TaskView, proxy: ImageSet) -> None:
+        self.options = options
+        self.bench = Bench(options, view, gpu_share=options.server.gpu)
+        self._proxy = self.bench.images(proxy)
+        initial = self.bench.initial
+        fresh = ServerState(initial[Scope.SHARED], initial[Scope.SERVER])
+        self.state = self.bench.method.server_init(fresh, self._context(0, ()))
+        self._round: RoundRef | None = None
+        self._folded = ExactSum.zeros(fresh.shared.numel())
+        self._items: dict[int, ClientUpdate] = {}
+        self._seen: set[int] = set()
+
+    def begin(self, round_index: int, phase: Phase) -> Broadcast:
+        """Open a phase and return what its clients get."""
+        self._round = RoundRef(round_index, phase.name, self.state.version)
+        self._folded, self._items, self._seen = ExactSum.zeros(self.state.shared.numel()), {}, set()
+        return Broadcast(self._round, codec.encode(self.bench.method.broadcast(self.state, phase)))
+
+    def receive(self, packet: Packet) -> None:
+        """Take a packet of the open phase; one of another phase, or of clients already counted, is left out."""
+        if packet.round != self._round or self._seen & set(packet.clients):
+            return
+        if packet.folded is not None:
+            self._folded.merge(packet.folded)
+        for client_id, count, message in packet.items:
+            self._items[client_id] = ClientUpdate(packet.round, client_id, count, codec.decode(message))
+        self._seen |= set(packet.clients)
+
+    def finish(self, phase: Phase, cohort: tuple[int, ...]) -> dict[str, float]:
+        """Run the method's server step on what arrived, in client order; return its figures.
+
+        A phase in which nobody made a step changes nothing.
+        """
+        assert self._round is not None
+        items = tuple(update for _, update in sorted(self._items.items()) if update.num_examples > 0)
+        updates = Updates(self._folded, items, equal=phase.weight == "equal")
+        context = self._context(self._round.round_index, cohort)
+        if phase.uploads and not items and self._folded.weight == 0 and self.state.shared.numel():
+            return {}
+        self.state = self.bench.method.server_step(self.bench.model, self.state, updates, context)
+        return context.figures
+
+    def snapshot(self) -> bytes:
+        """The state as one safetensors blob."""
+        tensors = {"shared": self.state.shared, "server": self.state.server}
+        tensors |= {f"extra.{name}": tensor for name, tensor in self.state.extras.items()}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        data: bytes = safetensors.torch.save(contiguous, metadata={"version": str(self.state.version)})
+        return data
+
+    def restore(self, blob: bytes) -> None:
+        """Take up a state made by ``snapshot``."""
+        tensors = safetensors.torch.load(blob)
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+        shared, server = tensors.pop("shared"), tensors.pop("server")
+        extras = {name.removeprefix("extra."): tensor for name, tensor in tensors.items()}
+        self.state = ServerState(shared, server, extras, int(header["__metadata__"]["version"]))
+
+    def export(self) -> Export:
+        """The trained parameters by name, and where the private ones lie in a client's flat tensor."""
+        parameters = self.bench.parameters
+        parameters[Scope.SHARED].write(self.state.shared)
+        peft = to_peft(self.bench.backbone, self.options.backbone.name)
+        return Export(parameters[Scope.SHARED].named(self.state.shared), parameters[Scope.PRIVATE].entries, peft)
+
+    def _context(self, round_index: int, cohort: tuple[int, ...]) -> Context:
+        bench = self.bench
+        return Context(
+            round_index, self.options.rounds, cohort, bench.view, self._proxy, bench.parameters, bench
+        )

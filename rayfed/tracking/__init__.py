@@ -1,0 +1,1 @@
+"""What a person and other programs see of a run: files, console, plots, MLflow. Trouble here never ends training."""
