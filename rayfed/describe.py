@@ -1,0 +1,92 @@
+"""What the command tells about itself: --help, --list, --dry-run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rayfed import config
+from rayfed.backbones import names
+from rayfed.conf.options import RunOptions
+from rayfed.methods import METHODS
+
+
+def option_help(words: Sequence[str]) -> str:
+    """All options with defaults and meaning; ``method.*`` of the method named in ``words`` (else fedglad)."""
+    method = next((w.partition("=")[2] for w in words if w.startswith("method=")), "fedglad")
+    lines = [f"options (those of method={method}; profile and data set change some defaults):", ""]
+    for name, field in config.fields(config.method_schema(method)).items():
+        default = "" if field.is_required() else f" [{_shown(field.get_default(call_default_factory=True))}]"
+        lines.append(f"  {name.removesuffix('.name')}{default}")
+        lines.append(f"      {(field.description or '').strip()}")
+    return "\n".join(lines)
+
+
+def listing() -> str:
+    """Methods, data sets and backbones by name."""
+    known = names.known_names()
+    lines = ["methods:", *(f"  {name:<12} {_first_doc(name)}" for name in METHODS), "", "data sets:"]
+    lines += [f"  {name}" for name in config.DATA_DEFAULTS]
+    lines += ["", "backbones:"]
+    for kind, members in known.items():
+        shown = ", ".join(members[:8]) + (f", ... ({len(members)} in all)" if len(members) > 8 else "")
+        lines.append(f"  {kind}: {shown}")
+    return "\n".join(lines)
+
+
+def dry_run(options: RunOptions, out: Path) -> str:
+    """The resolved options, who would run, steps, and the bytes of the first round."""
+    from rayfed.data import build_task_from_options
+
+    task = build_task_from_options(options)
+    sizes = [len(c.train) for c in task.clients if len(c.train)]
+    steps = sum(-(-n // options.train.batch) * options.train.epochs for n in sizes) / max(len(sizes), 1)
+    down, up = _bytes(options, task)
+    cohort = min(options.cohort_size, len(sizes))
+    lines = [config.to_yaml(options).rstrip(), "", f"results:  {out}", *(f"note:     {n}" for n in task.notes)]
+    lines.append(f"clients:  {len(sizes)} with {min(sizes)} to {max(sizes)} training images; {cohort} a round")
+    lines.append(f"actors:   {options.clients.actors} of {options.clients.cpu:g} CPU and {options.clients.gpu:g} GPU each")
+    lines.append(f"steps:    {steps:.1f} per client and round, {steps * cohort * options.rounds:.0f} in all")
+    lines.append(f"bytes:    {down} down and {up} up per client and round, {(down + up) * cohort * options.rounds} in all")
+    return "\n".join(lines)
+
+
+def _bytes(options: RunOptions, task: Any) -> tuple[int, int]:
+    """Encoded sizes of the first broadcast and of one upload."""
+    import torch
+
+    from rayfed.comms.codec import encoded_size
+    from rayfed.engine.bench import task_view
+    from rayfed.engine.server import Server
+    from rayfed.messages import Payload
+
+    server = Server(options, task_view(task), task.proxy)
+    phases = server.bench.method.phases(0, options.rounds)
+    down = sum(len(server.begin(0, phase).payload) for phase in phases)
+    up, view = 0, server.bench.view
+    sides = {"C": len(view.classes), "D": server.bench.backbone.embed_dim, "P": view.num_proxy}
+    for phase in phases:
+        wire = [f for f in server.bench.method.wire(view) if f.direction == "up" and f.phase == phase.name]
+        shapes = {f.name: tuple(sides.get(s, 0) if isinstance(s, str) else s for s in f.shape) for f in wire}
+        extras = {f.name: torch.zeros(shapes[f.name], dtype=getattr(torch, f.dtype)) for f in wire}
+        shared = server.state.shared
+        up += encoded_size(Payload(shared if phase.uploads and shared.numel() else None, extras))
+    return down, up
+
+
+def _first_doc(method: str) -> str:
+    import ast
+
+    module = METHODS[method].partition(":")[0]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return doc.splitlines()[0].partition(": ")[2]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

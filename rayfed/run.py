@@ -1,0 +1,227 @@
+"""The command ``python -m rayfed.run method=fedglad ...``: one federated experiment, from options to results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rayfed import config
+from rayfed.conf.options import RunOptions
+from rayfed.errors import OptionError, RayfedError
+
+if TYPE_CHECKING:
+    from rayfed.data.task import Task
+    from rayfed.engine.pool import Pool
+    from rayfed.engine.run import Federation
+
+log = logging.getLogger("rayfed")
+USAGE = """\
+usage: python -m rayfed.run [name=value ...] [config=FILE] [--help | --list | --dry-run]
+
+  python -m rayfed.run method=fedglad
+  python -m rayfed.run method=fedlora data=fashion_mnist clients.n=20 partition.alpha=0.1 rounds=10 out=DIR
+  python -m rayfed.run config=DIR/config.yaml seed=1 out=DIR2
+
+  --list     methods, data sets and backbones
+  --dry-run  the resolved options, what would run, and the bytes per round
+"""
+JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it in a submitted job, whose working directory is a copy that is removed later."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status (0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    flags = {word for word in words if word.startswith("-")}
+    words = [word for word in words if word not in flags]
+    _replace_what_cannot_be_printed()
+    try:
+        return _command(flags, words)
+    except RayfedError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; finished rounds are saved (go on with resume=auto)", file=sys.stderr)
+        return 130
+
+
+def _command(flags: set[str], words: Sequence[str]) -> int:
+    if spare := flags - {"--help", "-h", "--list", "--dry-run"}:
+        raise OptionError(f"{sorted(spare)[0]} is not a flag: use --help, --list, --dry-run, or name=value.")
+    if flags & {"--help", "-h"}:
+        from rayfed import describe
+
+        print(USAGE + "\n" + describe.option_help(words))
+        return 0
+    if "--list" in flags:
+        from rayfed import describe
+
+        print(describe.listing())
+        return 0
+    options = config.parse_options(words)
+    out = output_folder(options)
+    if "--dry-run" in flags:
+        from rayfed import describe
+
+        print(describe.dry_run(options, out))
+        return 0
+    return execute(options, out)
+
+
+def output_folder(options: RunOptions) -> Path:
+    """Return the absolute results folder; inside a submitted job it is never in the job's temporary copy.
+
+    Raises:
+        OptionError: it holds a run already and ``resume`` is not asked for, or cannot be written.
+    """
+    if options.resume == "auto" and options.out is None:
+        raise OptionError("resume=auto needs out=DIR, the folder of the run to go on with.")
+    base = Path.cwd()
+    if JOB_MARK in os.environ:
+        base = Path(os.environ.get("RAYFED_HOME", Path.home() / "rayfed"))
+    name = options.out or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = (base / Path(name).expanduser()).resolve()
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"out={out} is a file: name a folder.")
+    used = [n for n in ("checkpoints", "summary.json") if (out / n).exists()]
+    if used and options.resume == "never":
+        raise OptionError(f"out={out} already holds a run: add resume=auto to go on with it, or choose another folder.")
+    nearest = next(p for p in (out, *out.parents) if p.exists())
+    if not os.access(nearest, os.W_OK):
+        raise OptionError(f"out={out} cannot be written ({nearest} is read-only for this user): choose another folder.")
+    return out
+
+
+def execute(options: RunOptions, out: Path) -> int:
+    """Run the experiment that ``options`` describe; results go to ``out``."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    started = time.perf_counter()
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    connected = False
+    try:
+        if options.engine.pool == "ray":
+            from rayfed.engine.resources import connect
+
+            connected = connect(options)
+        return _Run(options, out, started).play()
+    finally:
+        if connected:
+            import ray
+
+            ray.shutdown()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+def _replace_what_cannot_be_printed() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+class _Run:
+    """The steps of one run, in order; observers are told, and told last how it ended."""
+
+    def __init__(self, options: RunOptions, out: Path, started: float) -> None:
+        self.options, self.out, self.started = options, out, started
+        self.num_actors, self.timing = 1, {}  # type: tuple[int, dict[str, Any]]
+        self._check_resources()
+
+    def _check_resources(self) -> None:
+        if self.options.engine.pool == "local":
+            return
+        from rayfed.engine.resources import cluster_nodes, plan_actors
+
+        plan = plan_actors(self.options, cluster_nodes())
+        self.num_actors = plan.num_actors
+        if plan.note:
+            print(f"note: {plan.note}")
+
+    def play(self) -> int:
+        """Build the task, train, evaluate, write; return 0."""
+        from rayfed.data import build_task_from_options
+        from rayfed.tracking.console import Console
+        from rayfed.tracking.observers import Observers
+
+        task = build_task_from_options(self.options)
+        self.out.mkdir(parents=True, exist_ok=True)
+        with Console(self.options.rounds) as console:
+            self._announce(console, task)
+            observers = Observers(self.options, self.out, task, console)
+            observers.start()
+            status = "KILLED"
+            try:
+                self._train(task, observers)
+                status = "FINISHED"
+            except Exception:
+                status = "FAILED"
+                raise
+            finally:
+                observers.close(status)
+        observers.print_result()
+        return 0
+
+    def _announce(self, console: Any, task: Task) -> None:
+        sizes = [len(client.train) for client in task.clients]
+        where = f"{self.num_actors} client actors" if self.options.engine.pool == "ray" else "in this process"
+        console.say(
+            f"{self.options.method.name} on {self.options.data.name}: {len(task.classes)} classes, {len(sizes)} clients with "
+            f"{min(sizes)} to {max(sizes)} training images, {len(task.test.labels)} test images; {self.options.rounds} rounds, {where}"
+        )
+        for note in task.notes:
+            console.say(f"note: {note}")
+        console.say(f"results: {self.out}")
+
+    def _train(self, task: Task, observers: Any) -> None:
+        pool = self._pool(task)
+        try:
+            federation = self._federation(task, pool, observers)
+            observers.ready(federation, time.perf_counter() - self.started)
+            federation.play()
+            observers.write_results(federation, pool.export(), time.perf_counter() - self.started)
+        finally:
+            pool.close()
+
+    def _pool(self, task: Task) -> Pool:
+        from rayfed.engine.pool import LocalPool, RayPool
+        from rayfed.engine.run import state_folder
+
+        if self.options.engine.pool == "local":
+            return LocalPool(self.options, task, state_folder(self.out))
+        return RayPool(self.options, task, state_folder(self.out), self.num_actors)
+
+    def _federation(self, task: Task, pool: Pool, observers: Any) -> Federation:
+        from rayfed.backbones import names
+        from rayfed.engine.checkpoint import Checkpoints, identity
+        from rayfed.engine.run import Federation
+        from rayfed.methods import make_method
+
+        flat = config.flatten(self.options)
+        checkpoints = Checkpoints(self.out, keep=self.options.checkpoint.keep, options=identity(flat))
+        federation = Federation(
+            self.options,
+            task,
+            make_method(self.options.method),
+            pool,
+            checkpoints,
+            observers,
+            has_zero_shot=names.kind(self.options.backbone.name) != "vit",
+        )
+        if self.options.resume == "auto":
+            print(federation.resume() or f"nothing saved in {checkpoints.root} yet: starting from the first round")
+        return federation
+
+
+if __name__ == "__main__":
+    sys.exit(main())
