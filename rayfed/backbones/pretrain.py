@@ -302,7 +302,8 @@ def save_weights(model: CLIP, path: Path) -> None:
 def pretrain(options: Options) -> dict[str, Any]:
     """Run the whole pretraining and write its files; returns the last accuracies."""
     torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
+    _check_device(options.device)
+    _prepare_folder(options.out)
     started = time.perf_counter()
     trainer, measure = Trainer(options, load_sources(options)), measuring(options)
     np.save(options.out / "hashes.npy", trainer.sources.hashes, allow_pickle=False)
@@ -319,6 +320,22 @@ def pretrain(options: Options) -> dict[str, Any]:
     save_weights(trainer.model, options.out / "weights.safetensors")
     _write_report(options, result, time.perf_counter() - started)
     return result
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an assertion where torch was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"Device {device!r} cannot be used ({reason}); use device=cpu.") from error
+
+
+def _prepare_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.jsonl").unlink(missing_ok=True)  # a second run must not read as one log
+    except OSError as error:
+        raise OptionError(f"Folder {folder} cannot be written ({error.strerror}); give another one as out=.") from error
 
 
 def _log(folder: Path, record: dict[str, Any]) -> None:
