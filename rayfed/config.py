@@ -232,10 +232,15 @@ def contradictions(options: RunOptions) -> list[str]:
     kind = names.kind(backbone.name)
     if kind is None:
         found.append(unknown("backbone", backbone.name, [n for group in names.known_names().values() for n in group]))
-    if kind == "tiny" and (backbone.pretrained or backbone.checkpoint):
-        found.append("backbone=tiny carries its own weights: leave out backbone.pretrained and backbone.checkpoint.")
-    if backbone.pretrained and backbone.checkpoint:
+    if kind == "tiny" and backbone.pretrained not in {"auto", "none"}:
+        found.append(f"backbone=tiny has no pretrained tag {backbone.pretrained!r}: leave backbone.pretrained out.")
+    if backbone.pretrained != "auto" and backbone.checkpoint:
         found.append("backbone.pretrained and backbone.checkpoint both name weights: keep one.")
+    if kind in {"clip", "vit"} and backbone.pretrained == "auto" and backbone.checkpoint is None:
+        found.append(
+            f"backbone={backbone.name} needs weights: set backbone.pretrained to a tag, backbone.checkpoint to a local "
+            "file, or backbone.pretrained=none for random ones."
+        )
     if kind == "vit" and options.method.needs_text:
         found.append(
             f"method={options.method.name} classifies by class texts but backbone={backbone.name} has no text tower: "

@@ -31,6 +31,18 @@ def load_backbone(name: str, *, pretrained: str | None = None, checkpoint: str |
     return load_clip(name, pretrained=pretrained, checkpoint=checkpoint)
 
 
+def image_size(name: str) -> int:
+    """Side in pixels of the images backbone ``name`` takes. Raises ``BackboneError`` for an unknown name."""
+    sort = names.kind(name)
+    if sort is None:
+        raise names.unknown_backbone(name)
+    if sort == "vit":
+        from rayfed.backbones.vit import vit_image_size
+
+        return vit_image_size(name)
+    return names.clip_image_size(name) or 224
+
+
 def _load_tiny(*, pretrained: str | None, checkpoint: str | None) -> Backbone:
     from rayfed.backbones import tiny
     from rayfed.backbones.clip import build_from_config, from_checkpoint

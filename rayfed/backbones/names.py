@@ -44,6 +44,13 @@ def known_names() -> dict[str, list[str]]:
     }
 
 
+def clip_image_size(name: str) -> int | None:
+    """Input size in pixels of a CLIP's image tower, or None if its files do not tell."""
+    config = _tiny_config() if kind(name) == "tiny" else _clip_configs().get(name)
+    size = (config or {}).get("vision_cfg", {}).get("image_size")
+    return size[0] if isinstance(size, list) else size
+
+
 def width(name: str) -> int | None:
     """Width of the image tower's tokens, or None if the name is unknown or its files do not tell."""
     sort = kind(name)

@@ -111,3 +111,9 @@ def _wrap(name: str, tower: nn.Module) -> Backbone:
         preprocessing=Preprocessing(int(height), mean, std),
         settings=settings,
     )
+
+
+def vit_image_size(name: str) -> int:
+    """Side in pixels of the images timm's ``name`` takes, from its published configuration."""
+    config = timm.models.get_pretrained_cfg(name)
+    return int(config.input_size[-1]) if config is not None else 224

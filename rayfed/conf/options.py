@@ -103,8 +103,8 @@ class BackboneOptions(Frozen):
 
     name: str = "tiny"
     """Backbone: tiny (embedded), any open_clip model name, any timm ViT name."""
-    pretrained: str | None = None
-    """Tag of the pretrained weights (open_clip), `true` for timm's; none: random weights, or `checkpoint`."""
+    pretrained: str = "auto"
+    """Tag of published weights (`default` for timm's choice), none for random ones; auto: tiny's embedded ones."""
     checkpoint: str | None = None
     """Local file with the weights."""
 

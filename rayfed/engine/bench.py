@@ -36,9 +36,9 @@ class Bench:
         self.device = pick_device(gpu_share)
         self.autocast = use_autocast(options.engine.precision, self.device)
         self.method: AnyMethod = make_method(options.method)
-        self.backbone: Backbone = load_backbone(
-            options.backbone.name, pretrained=options.backbone.pretrained, checkpoint=options.backbone.checkpoint
-        )
+        chosen = options.backbone
+        tag = None if chosen.pretrained == "auto" else chosen.pretrained
+        self.backbone: Backbone = load_backbone(chosen.name, pretrained=tag, checkpoint=chosen.checkpoint)
         self.model: nn.Module = self._build()
         self.parameters: Mapping[Scope, FlatParameters] = flatten_scopes(self.model)
         self.initial = {scope: flat.read() for scope, flat in self.parameters.items()}
@@ -78,7 +78,7 @@ class Bench:
     def zero_shot_classes(self) -> Tensor:
         """[C, D] of the untouched text tower: adapters act only when a method switches them on."""
         texts, _ = class_texts(self.view.classes, self.view.template)
-        tokens = self.backbone.tokenize(texts).to(self.device)
+        tokens = self.backbone.tokenize(texts, self.view.classes).to(self.device)
         return F.normalize(self.backbone.encode_text(tokens), dim=-1)
 
     @functools.cached_property

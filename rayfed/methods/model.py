@@ -27,7 +27,7 @@ class AdaptedModel(nn.Module):
         self.head: ScopedLinear | None = None
         self.switch = Switch()
         texts, _ = class_texts(task.classes, task.template)
-        tokens = backbone.tokenize(texts) if backbone.has_text else None
+        tokens = backbone.tokenize(texts, task.classes) if backbone.has_text else None
         self.register_buffer("tokens", tokens, persistent=False)
 
     def attach(self, config: LoRAOptions, *branches: Branch, towers: Sequence[str] | None = None) -> None:
