@@ -120,7 +120,9 @@ def _read_file(path: str) -> Values:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionError(f"config={path} cannot be read ({error.strerror}): give the path of a config.yaml.") from error
+        raise OptionError(
+            f"config={path} cannot be read ({error.strerror}): give the path of a config.yaml."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionError(f"config={path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
@@ -178,8 +180,10 @@ def _validate(schema: type[MethodOptions], merged: Values) -> RunOptions:
             nested.setdefault(group, {})[leaf] = plain
         else:
             nested[key] = plain
-    method, problems = _construct(schema, {"name": schema.model_fields["name"].default, **nested.pop("method", {})}, "method.")
-    options, more = _construct(RunOptions, {**nested, "method": method or schema.model_construct()}, "")
+    method, problems = _construct(
+        schema, {"name": schema.model_fields["name"].default, **nested.pop("method", {})}, "method."
+    )
+    options, more = _construct(RunOptions, {**nested, "method": method or MethodOptions(name="")}, "")
     if options is None or problems:
         raise OptionError("\n".join([*problems, *more]))
     assert isinstance(options, RunOptions)
@@ -211,7 +215,9 @@ def _sentences(error: ValidationError, prefix: str) -> list[str]:
     values: Values = {}
     for item in error.errors():
         where = [str(part) for part in item["loc"] if isinstance(part, int) or "[" not in str(part)]
-        name = prefix + ".".join([p for p in where if p not in {"int", "float", "str", "literal"} and not p.startswith("constrained")][:2])
+        name = prefix + ".".join(
+            [p for p in where if p not in {"int", "float", "str", "literal"} and not p.startswith("constrained")][:2]
+        )
         message = item["msg"][0].lower() + item["msg"][1:]
         if message not in by_option.setdefault(name, []):
             by_option[name].append(message.removeprefix("input should be "))
@@ -247,7 +253,9 @@ def contradictions(options: RunOptions) -> list[str]:
             "use a CLIP backbone (such as tiny or ViT-B-16), or method=fedlora or local."
         )
     if kind == "vit" and getattr(options.method, "towers", "vision") != "vision":
-        found.append(f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower.")
+        found.append(
+            f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower."
+        )
     width, rank = names.width(backbone.name) if kind else None, getattr(options.method, "rank", 0)
     if width is not None and rank > width:
         found.append(f"method.rank={rank} is above the width {width} of backbone={backbone.name}: use at most {width}.")
@@ -257,14 +265,19 @@ def contradictions(options: RunOptions) -> list[str]:
 def _client_problems(options: RunOptions) -> list[str]:
     clients, found = options.clients, []
     if options.cohort_size > clients.n:
-        found.append(f"clients.per_round={clients.per_round} is above clients.n={clients.n}: lower it or raise clients.n.")
+        found.append(
+            f"clients.per_round={clients.per_round} is above clients.n={clients.n}: lower it or raise clients.n."
+        )
     if clients.min_updates > options.cohort_size:
         found.append(
-            f"clients.min_updates={clients.min_updates} can never be met by {options.cohort_size} clients a round: lower it."
+            f"clients.min_updates={clients.min_updates} can never be met by "
+            f"{options.cohort_size} clients a round: lower it."
         )
     for name, share in (("clients.gpu", clients.gpu), ("server.gpu", options.server.gpu)):
         if share > 1 and share != int(share):
-            found.append(f"{name}={share} is refused by Ray: above 1 it must be whole; use {int(share)} or {int(share) + 1}.")
+            found.append(
+                f"{name}={share} is refused by Ray: above 1 it must be whole; use {int(share)} or {int(share) + 1}."
+            )
     if options.tracking.uri is not None and (problem := tracking_uri_problem(options.tracking.uri)):
         found.append(problem)
     return found
@@ -281,7 +294,10 @@ def _data_problems(options: RunOptions) -> list[str]:
     if partition.name != "file" and partition.file is not None:
         found.append(f"partition.file is not used by partition={partition.name}: leave it out or set partition=file.")
     if options.method.uses_proxy() and data.proxy == 0:
-        found.append(f"method={options.method.name} distils on proxy images but data.proxy=0: set data.proxy=128 or method.distill=none.")
+        found.append(
+            f"method={options.method.name} distils on proxy images but data.proxy=0: "
+            "set data.proxy=128 or method.distill=none."
+        )
     if data.proxy_from is not None and data.proxy_from not in DATA_DEFAULTS:
         found.append(unknown("data set in data.proxy_from", data.proxy_from, DATA_DEFAULTS))
     if data.name == "shapes" and not data.domains:

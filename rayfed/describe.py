@@ -47,9 +47,13 @@ def dry_run(options: RunOptions, out: Path) -> str:
     cohort = min(options.cohort_size, len(sizes))
     lines = [config.to_yaml(options).rstrip(), "", f"results:  {out}", *(f"note:     {n}" for n in task.notes)]
     lines.append(f"clients:  {len(sizes)} with {min(sizes)} to {max(sizes)} training images; {cohort} a round")
-    lines.append(f"actors:   {options.clients.actors} of {options.clients.cpu:g} CPU and {options.clients.gpu:g} GPU each")
+    lines.append(
+        f"actors:   {options.clients.actors} of {options.clients.cpu:g} CPU and {options.clients.gpu:g} GPU each"
+    )
     lines.append(f"steps:    {steps:.1f} per client and round, {steps * cohort * options.rounds:.0f} in all")
-    lines.append(f"bytes:    {down} down and {up} up per client and round, {(down + up) * cohort * options.rounds} in all")
+    lines.append(
+        f"bytes:    {down} down and {up} up per client and round, {(down + up) * cohort * options.rounds} in all"
+    )
     return "\n".join(lines)
 
 

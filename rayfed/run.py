@@ -86,7 +86,10 @@ def output_folder(options: RunOptions) -> Path:
     base = Path.cwd()
     if JOB_MARK in os.environ:
         base = Path(os.environ.get("RAYFED_HOME", Path.home() / "rayfed"))
-    name = options.out or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = (
+        options.out
+        or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     out = (base / Path(name).expanduser()).resolve()
     if out.exists() and not out.is_dir():
         raise OptionError(f"out={out} is a file: name a folder.")
@@ -176,8 +179,9 @@ class _Run:
         sizes = [len(client.train) for client in task.clients]
         where = f"{self.num_actors} client actors" if self.options.engine.pool == "ray" else "in this process"
         console.say(
-            f"{self.options.method.name} on {self.options.data.name}: {len(task.classes)} classes, {len(sizes)} clients with "
-            f"{min(sizes)} to {max(sizes)} training images, {len(task.test.labels)} test images; {self.options.rounds} rounds, {where}"
+            f"{self.options.method.name} on {self.options.data.name}: {len(task.classes)} classes, {len(sizes)} "
+            f"clients with {min(sizes)} to {max(sizes)} training images, {len(task.test.labels)} test images; "
+            f"{self.options.rounds} rounds, {where}"
         )
         for note in task.notes:
             console.say(f"note: {note}")

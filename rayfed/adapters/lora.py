@@ -39,9 +39,7 @@ class Switch:
 class LoRABranch(Scoped):
     """Delta(x) = (alpha / rank) B A x with A [rank, d_in] random (std 1/sqrt(rank)) and B [d_out, rank] zero."""
 
-    def __init__(
-        self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope, tag: str = "lora"
-    ) -> None:
+    def __init__(self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope, tag: str = "lora") -> None:
         super().__init__(scope, tag)
         self.a = nn.Parameter(torch.randn(rank, d_in) / math.sqrt(rank))
         self.b = nn.Parameter(torch.zeros(d_out, rank))
@@ -88,7 +86,8 @@ class AdaptedLinear(nn.Module):
         if self._switch.gated and self.gate is not None:
             first, second = (self.branches[name](x) for name in active)
             weight = self.gate(x)
-            return y + weight * first + (1 - weight) * second
+            mixed: Tensor = y + weight * first + (1 - weight) * second
+            return mixed
         shape, y, x = y.shape, y.flatten(0, -2), x.flatten(0, -2)
         for name in active:
             branch = self.branches[name]
@@ -98,4 +97,5 @@ class AdaptedLinear(nn.Module):
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         """Stand in for a projection matrix that a tower applies as ``x @ proj``."""
-        return self(x)
+        y: Tensor = self(x)
+        return y

@@ -20,6 +20,7 @@ from rayfed.backbones import names
 from rayfed.backbones.attention import fused_state_dict, split_attention
 from rayfed.backbones.base import Backbone, Preprocessing, Tokenizer
 from rayfed.backbones.files import read_weights, write_weights
+from rayfed.backbones.projection import expose_projections, matrix_state_dict
 from rayfed.errors import BackboneError
 from rayfed.rng import derive_seed
 
@@ -107,7 +108,8 @@ def save_backbone(backbone: Backbone, path: str | Path) -> None:
         return
     # open_clip keeps the text tower of a plain CLIP at the root and that of every other model under "text.".
     prefix = "text." if _is_custom_text(backbone.settings["config"]) else ""
-    text = fused_state_dict(backbone.text_tower)
+    image = matrix_state_dict(backbone.image_tower, image)
+    text = matrix_state_dict(backbone.text_tower, fused_state_dict(backbone.text_tower))
     state = {f"visual.{key}": value for key, value in image.items()}
     state.update({f"{prefix}{key}": value for key, value in text.items()})
     write_weights(path, {**state, **backbone.extras}, backbone.settings)
@@ -253,8 +255,9 @@ def _wrap(
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
 ) -> Backbone:
-    split_attention(model.visual)
-    split_attention(model.text)
+    for tower in (model.visual, model.text):
+        split_attention(tower)
+        expose_projections(tower)
     size = _square(name, model.visual.image_size)
     plain = deepcopy(dict(config))
     settings = {"kind": "clip", "name": name, "config": plain, "image_size": size, "mean": [*mean], "std": [*std]}

@@ -48,7 +48,8 @@ def clip_image_size(name: str) -> int | None:
     """Input size in pixels of a CLIP's image tower, or None if its files do not tell."""
     config = _tiny_config() if kind(name) == "tiny" else _clip_configs().get(name)
     size = (config or {}).get("vision_cfg", {}).get("image_size")
-    return size[0] if isinstance(size, list) else size
+    first = size[0] if isinstance(size, list) else size
+    return first if isinstance(first, int) else None
 
 
 def width(name: str) -> int | None:

@@ -44,7 +44,9 @@ class Checkpoints:
         self._keep = keep
         self._options = dict(options)
 
-    def save(self, rounds_done: int, server: bytes, private: Mapping[int, StateRef], figures: Mapping[str, Any]) -> None:
+    def save(
+        self, rounds_done: int, server: bytes, private: Mapping[int, StateRef], figures: Mapping[str, Any]
+    ) -> None:
         """Save a round, then remove what only older rounds than the last ``keep`` need.
 
         Raises:
@@ -114,7 +116,9 @@ class Checkpoints:
         other = [n for n in names if saved.get(n) != self._options.get(n)]
         if other:
             shown = ", ".join(f"{n} was {saved.get(n)} and is now {self._options.get(n)}" for n in other[:5])
-            raise CheckpointError(f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=.")
+            raise CheckpointError(
+                f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=."
+            )
 
     def _prune(self) -> None:
         folders = self._folders()
@@ -136,8 +140,20 @@ def _private_files(folder: Path) -> list[str]:
         return []
 
 
-RESUMABLE = ("out", "resume", "rounds", "engine.", "clients.actors", "clients.cpu", "clients.gpu", "server.", "tracking.",
-             "eval.", "checkpoint.", "profile")
+RESUMABLE = (
+    "out",
+    "resume",
+    "rounds",
+    "engine.",
+    "clients.actors",
+    "clients.cpu",
+    "clients.gpu",
+    "server.",
+    "tracking.",
+    "eval.",
+    "checkpoint.",
+    "profile",
+)
 """Options (or their groups) that a resumed run may change."""
 
 

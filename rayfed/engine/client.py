@@ -28,7 +28,7 @@ from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
 from rayfed.messages import Broadcast, ClientFailure, Payload, Phase, RoundRef
-from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Objective, View
+from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, View
 from rayfed.state import ClientState
 
 Predictions = npt.NDArray[np.int32]
@@ -97,8 +97,8 @@ class LocalJob:
     client_id: int
     round_index: int
     rounds: int
-    train: ArrayImages
-    proxy: ArrayImages
+    train: Images
+    proxy: Images
     options: TrainOptions
     extras: Mapping[str, Tensor]
     received: Payload
@@ -163,7 +163,9 @@ class ClientWorker:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
         return tuple(outcomes), self._pack(broadcast.round, jobs[0].phase, good)
 
-    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob]) -> tuple[tuple[Prediction | ClientFailure, ...], None]:
+    def predict(
+        self, broadcast: Broadcast, jobs: Sequence[PredictJob]
+    ) -> tuple[tuple[Prediction | ClientFailure, ...], None]:
         """Predict for ``jobs`` with the broadcast parameters."""
         self._receive(broadcast)
         outcomes: list[Prediction | ClientFailure] = []
@@ -325,6 +327,4 @@ def failure(round_ref: RoundRef, client_id: int, error: BaseException, attempts:
     message = " ".join(str(error).split())
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         message = f"out of memory; lower train.batch, or raise clients.gpu so that fewer share a card ({message})"
-    return dataclasses.replace(
-        ClientFailure(round_ref, client_id, type(error).__name__, message), attempts=attempts
-    )
+    return dataclasses.replace(ClientFailure(round_ref, client_id, type(error).__name__, message), attempts=attempts)

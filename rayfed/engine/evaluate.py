@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rayfed.data.task import Task
-from rayfed.engine.client import Prediction, PredictJob, Predictions
+from rayfed.engine.client import Prediction, Predictions, PredictJob
 from rayfed.engine.store import StateRef
 from rayfed.metrics.accuracy import BoolArray, over_clients, per_class
 
@@ -99,14 +99,17 @@ def figures(task: Task, scores: Scores) -> dict[str, Any]:
 
 
 def class_rows(task: Task, scores: Scores) -> list[dict[str, Any]]:
-    """One row per class: its test images and the accuracy of each view (the personal one over the clients' own images)."""
+    """One row per class: its test images at the clients and the accuracy of each view on them."""
     columns = {}
     for view in ("zero_shot", "global", "personal"):
         hits = client_hits(task, scores, view)
         labels = [task.test.labels[task.clients[c].test] for c in hits]
         if hits:
             columns[view] = per_class(np.concatenate(labels), np.concatenate(list(hits.values())), len(task.classes))
-    counts = np.bincount(np.concatenate([task.test.labels[c.test] for c in task.clients] or [np.zeros(0, np.int64)]), minlength=len(task.classes))
+    counts = np.bincount(
+        np.concatenate([task.test.labels[c.test] for c in task.clients] or [np.zeros(0, np.int64)]),
+        minlength=len(task.classes),
+    )
     return [
         {"class": i, "name": name, "num_test": int(counts[i]), **{view: column[i] for view, column in columns.items()}}
         for i, name in enumerate(task.classes)
@@ -128,6 +131,8 @@ def client_rows(task: Task, scores: Scores) -> list[dict[str, Any]]:
         }
         for view, hits in views.items():
             own = hits.get(client_id)
-            row["personal_trained" if view == "trained" else view] = float(own.mean()) if own is not None and len(own) else None
+            row["personal_trained" if view == "trained" else view] = (
+                float(own.mean()) if own is not None and len(own) else None
+            )
         rows.append(row)
     return rows

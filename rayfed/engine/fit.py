@@ -57,7 +57,8 @@ class Fit:
         """
         spans = self._spans(groups)
         optimizer = self._optimizer(spans)
-        steps, seen, sums = 0, 0, {}
+        steps, seen = 0, 0
+        sums: dict[str, Tensor | float] = {}
         for epoch in range(self.options.epochs):
             seen, sums = 0, {}
             for index in self._shuffled(len(items), generator):
@@ -90,7 +91,9 @@ class Fit:
         return spans
 
     def _optimizer(self, spans: Sequence[Span]) -> torch.optim.Optimizer:
-        groups = [{"params": [s.parameter], "lr": s.lr, "weight_decay": s.weight_decay} for s in spans if s.parameter.numel()]
+        groups = [
+            {"params": [s.parameter], "lr": s.lr, "weight_decay": s.weight_decay} for s in spans if s.parameter.numel()
+        ]
         if not groups:
             groups = [{"params": [nn.Parameter(torch.zeros(1))]}]
         options = self.options
@@ -127,7 +130,8 @@ class Fit:
         bad = [name for name, value in sums.items() if not torch.isfinite(torch.as_tensor(value))]
         if bad:
             raise NonFiniteError(
-                f"loss {' and '.join(bad)} is not finite in local epoch {epoch + 1}: lower train.lr (now {self.options.lr:g})."
+                f"loss {' and '.join(bad)} is not finite in local epoch {epoch + 1}: "
+                f"lower train.lr (now {self.options.lr:g})."
             )
 
 

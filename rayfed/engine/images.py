@@ -15,7 +15,7 @@ from rayfed.methods.base import Batch
 
 
 class ArrayImages:
-    """Some images of a set: uint8 ``pixels`` [M, 3, S, S] (not copied), ``labels`` [M], and which ``index`` [N] of them.
+    """Some images of a set: uint8 ``pixels`` [M, 3, S, S] (not copied), ``labels`` [M], and which ``index`` [N].
 
     Frozen features are computed once, in fixed order and batch size, so that they do not depend on who asks first.
     """

@@ -199,7 +199,9 @@ class RayPool:
 
     def _start_worker(self, slot: _Slot) -> Any:
         share = self._options.clients
-        slot.actor = self._ray.remote(_WorkerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0).remote()
+        slot.actor = (
+            self._ray.remote(_WorkerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0).remote()
+        )
         slot.busy = 0
         return slot.actor.setup.remote(self._options, self._task, self._states)
 
@@ -272,7 +274,9 @@ class RayPool:
 
     def _deal(self, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: -job.cost):
-            self._slots[(job.client_id if job.client_id >= 0 else job.cost + _start(job)) % self.num_workers].queue.append(job)
+            self._slots[
+                (job.client_id if job.client_id >= 0 else job.cost + _start(job)) % self.num_workers
+            ].queue.append(job)
 
     def _send(self, verb: Verb, broadcast: Any, waiting: dict[Any, _Call], singles: deque[Job]) -> None:
         for slot in self._slots:

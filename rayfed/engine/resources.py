@@ -29,7 +29,9 @@ def connect(options: RunOptions) -> bool:
     try:
         import ray
     except ImportError as error:
-        raise ResourceError("engine.pool=ray but Ray is not installed: pip install 'ray[default]', or engine.pool=local.") from error
+        raise ResourceError(
+            "engine.pool=ray but Ray is not installed: pip install 'ray[default]', or engine.pool=local."
+        ) from error
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # an actor with 0 GPUs sees none
@@ -73,8 +75,8 @@ def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Pl
     fit = sum(_fits(options.clients.cpu, options.clients.gpu, node) for node in free)
     if fit == 0:
         raise ResourceError(
-            f"the server (server.cpu={options.server.cpu:g}, server.gpu={options.server.gpu:g}) leaves no room for a client "
-            f"actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on {_describe(nodes)}: "
+            f"the server (server.cpu={options.server.cpu:g}, server.gpu={options.server.gpu:g}) leaves no room for "
+            f"a client actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on {_describe(nodes)}: "
             "lower one of them."
         )
     useful = min(fit, options.cohort_size)
@@ -82,7 +84,9 @@ def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Pl
     if asked == "auto":
         return Plan(useful)
     if asked > fit:
-        return Plan(fit, f"clients.actors={asked} but {fit} fit on {_describe(nodes)}: {fit} run at a time, clients take turns.")
+        return Plan(
+            fit, f"clients.actors={asked} but {fit} fit on {_describe(nodes)}: {fit} run at a time, clients take turns."
+        )
     return Plan(min(asked, useful))
 
 
@@ -90,11 +94,19 @@ def _refuse_impossible(who: str, cpu: float, gpu: float, nodes: Sequence[Mapping
     most_gpu = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     most_cpu = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
     if gpu > most_gpu:
-        remedy = f"use at most {who}.gpu={most_gpu:g}" if most_gpu else f"use {who}.gpu=0, or join a cluster with GPUs (engine.address)"
-        raise ResourceError(f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs ({_describe(nodes)}); {remedy}.")
+        remedy = (
+            f"use at most {who}.gpu={most_gpu:g}"
+            if most_gpu
+            else f"use {who}.gpu=0, or join a cluster with GPUs (engine.address)"
+        )
+        raise ResourceError(
+            f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs "
+            f"({_describe(nodes)}); {remedy}."
+        )
     if cpu > most_cpu:
         raise ResourceError(
-            f"{who}.cpu={cpu:g} can never be met: the largest node has {most_cpu:g} CPUs ({_describe(nodes)}); use at most {who}.cpu={most_cpu:g}."
+            f"{who}.cpu={cpu:g} can never be met: the largest node has {most_cpu:g} CPUs "
+            f"({_describe(nodes)}); use at most {who}.cpu={most_cpu:g}."
         )
 
 

@@ -115,7 +115,9 @@ class Federation:
                 log.warning("%s; playing the round again", error)
                 self.private = dict(before)
                 self.pool.restore(self._snapshot)
-        raise RoundError(f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable.")
+        raise RoundError(
+            f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable."
+        )
 
     def _round(self, index: int) -> RoundRecord:
         record = RoundRecord(index)
@@ -141,9 +143,7 @@ class Federation:
     def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
         broadcast, size = self.pool.begin(record.round, phase)
         record.bytes_down += size * len(cohort)
-        jobs = [
-            TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort
-        ]
+        jobs = [TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort]
         reports, failures = self._train(record.round, broadcast, jobs)
         if len(reports) < self.options.clients.min_updates:
             reasons = "; ".join(f"client {f.client_id}: {f.error_type}: {f.message}" for f in failures[:5])
@@ -165,7 +165,11 @@ class Federation:
             elif isinstance(outcome, ClientFailure):
                 failures.append(outcome)
                 log.warning(
-                    "round %d: client %d left out: %s: %s", index + 1, outcome.client_id, outcome.error_type, outcome.message
+                    "round %d: client %d left out: %s: %s",
+                    index + 1,
+                    outcome.client_id,
+                    outcome.error_type,
+                    outcome.message,
                 )
             self.observer.progress(index, "train", done, len(jobs))
         return sorted(reports, key=lambda r: r.client_id), sorted(failures, key=lambda f: f.client_id)
@@ -173,9 +177,7 @@ class Federation:
     def _commit(self, reports: Sequence[ClientReport], failures: Sequence[ClientFailure], record: RoundRecord) -> None:
         self.private |= {r.client_id: r.state for r in reports if r.state is not None}
         record.bytes_up += sum(r.bytes_up for r in reports)
-        record.failures += [
-            {"client": f.client_id, "error": f.error_type, "message": f.message} for f in failures
-        ]
+        record.failures += [{"client": f.client_id, "error": f.error_type, "message": f.message} for f in failures]
         record.clients |= _weighted_means(reports)
         trained = {r.client_id: r.predictions for r in reports if r.predictions is not None}
         self.scores.trained = trained or self.scores.trained

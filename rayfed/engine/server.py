@@ -21,9 +21,8 @@ from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import ImageSet
 from rayfed.engine.bench import Bench
 from rayfed.engine.client import Packet
-from rayfed.engine.images import ArrayImages
 from rayfed.messages import Broadcast, ClientUpdate, Phase, RoundRef
-from rayfed.methods.base import FitReport, Group, Items, Objective, TaskView, Updates
+from rayfed.methods.base import FitReport, Group, Images, Items, Objective, TaskView, Updates
 from rayfed.state import ServerState
 
 
@@ -35,7 +34,7 @@ class Context:
     rounds: int
     cohort: tuple[int, ...]
     task: TaskView
-    proxy: ArrayImages
+    proxy: Images
     parameters: Mapping[Scope, FlatParameters]
     bench: Bench
     figures: dict[str, float] = field(default_factory=dict)
@@ -139,6 +138,4 @@ class Server:
 
     def _context(self, round_index: int, cohort: tuple[int, ...]) -> Context:
         bench = self.bench
-        return Context(
-            round_index, self.options.rounds, cohort, bench.view, self._proxy, bench.parameters, bench
-        )
+        return Context(round_index, self.options.rounds, cohort, bench.view, self._proxy, bench.parameters, bench)

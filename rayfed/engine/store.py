@@ -65,9 +65,13 @@ class ClientStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise CheckpointError(f"private state {path} cannot be read ({error.strerror}); resume from an older round.") from error
+            raise CheckpointError(
+                f"private state {path} cannot be read ({error.strerror}); resume from an older round."
+            ) from error
         if hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise CheckpointError(f"private state {path} is not what was saved (damaged file); resume from an older round.")
+            raise CheckpointError(
+                f"private state {path} is not what was saved (damaged file); resume from an older round."
+            )
         tensors = safetensors.torch.load(data)
         state = ClientState(tensors.pop(PRIVATE), _extras(tensors))
         self._remember(ref, state)

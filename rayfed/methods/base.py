@@ -69,7 +69,10 @@ class Images(Items, Protocol):
 
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
-"""``(model, batch) -> {name: scalar loss term}``; the terms are summed. No in-place writes, ``item()`` or branches on data."""
+"""``(model, batch) -> {name: scalar loss term}``; the terms are summed.
+
+No in-place writes, no ``item()``, no branches on data: several clients may be trained as one stacked batch.
+"""
 
 GradientRule = Callable[[Mapping[str, Tensor]], Tensor]
 """``{term name: flat gradient [G]} -> flat gradient [G]`` that the optimiser gets (purification)."""
@@ -167,7 +170,7 @@ class ClientResult:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """The good updates of a phase, in client order: each by itself where the phase ``needs_all``, else only their sum."""
+    """The good updates of a phase in client order: each by itself where the phase ``needs_all``, else their sum."""
 
     folded: ExactSum
     items: tuple[ClientUpdate, ...] = ()

@@ -40,8 +40,9 @@ from rayfed.methods.base import (
     ClientResult,
     FitReport,
     Group,
-    Images,
+    Items,
     Method,
+    Objective,
     ServerContext,
     TaskView,
     Updates,
@@ -131,7 +132,8 @@ class FedGLAD(Method[Options]):
 
     def broadcast(self, state: ServerState, phase: Phase) -> Payload:
         """The distilled global LoRA; C(ii) adds the class targets once there are any."""
-        extras = {name: state.extras[name] for name in ("class_targets", "class_seen") if name in state.extras}
+        sent: tuple[str, ...] = ("class_targets", "class_seen")
+        extras = {name: state.extras[name] for name in sent if name in state.extras}
         return Payload(state.shared if state.shared.numel() else None, extras)
 
     # Client half
@@ -151,7 +153,7 @@ class FedGLAD(Method[Options]):
         """min(1, t / T_w) over rounds t = 1.., T_w = max(1, round(share * T)); optimisers live for one round only."""
         return min(1.0, (job.round_index + 1) / max(1, round(self.config.warmup * job.rounds)))
 
-    def _objective(self, job: ClientJob):  # type: ignore[no-untyped-def]
+    def _objective(self, job: ClientJob) -> Objective:
         text_trained = self.config.towers != "vision" and self.config.branches != "local_only"
 
         def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -171,7 +173,7 @@ class FedGLAD(Method[Options]):
         return objective
 
     def _client_distillation(self, logits: Tensor, labels: Tensor, received: Payload) -> Tensor:
-        """C(ii): lambda tau^2 KL(softmax(target[y] / tau) || softmax(l_glob / tau)) over samples whose class has one."""
+        """C(ii): lambda tau^2 KL(softmax(target[y] / tau) || softmax(l_glob / tau)) where class y has a target."""
         targets = received.extras["class_targets"].to(logits.device)[labels]
         seen = received.extras["class_seen"].to(logits.device)[labels]
         per_sample = softened_kl(targets, logits, self.config.temperature)
@@ -253,9 +255,7 @@ class FedGLAD(Method[Options]):
         batches = ctx.proxy.in_order()
         return torch.cat([model.logits(model.global_features(b.images), classes) for b in batches]).cpu()
 
-    def _distill(
-        self, model: Dual, state: ServerState, mean: Tensor, q: Tensor, ctx: ServerContext
-    ) -> Tensor:
+    def _distill(self, model: Dual, state: ServerState, mean: Tensor, q: Tensor, ctx: ServerContext) -> Tensor:
         """tau^2 mean KL of the teacher-mixed consensus against the student; returns the student's parameters [P]."""
         weight = self.config.teacher_weight if "teacher" in state.extras else 0.0
         if weight > 0:
@@ -273,7 +273,7 @@ class FedGLAD(Method[Options]):
             targets = q[batch.index.cpu()].to(logits.device)
             return {"kl": self._scaled_kl(targets, logits)}
 
-        report = self._fit(ctx, ctx.proxy, objective, [Group(Scope.SHARED)])
+        report = self._fit(ctx, ctx.proxy, objective, Group(Scope.SHARED))
         ctx.log("distill_kl", report.terms["kl"])
         return ctx.parameters[Scope.SHARED].read()
 
@@ -281,10 +281,10 @@ class FedGLAD(Method[Options]):
         tau = self.config.temperature
         return tau**2 * F.kl_div(F.log_softmax(logits / tau, dim=-1), target_probs, reduction="batchmean")
 
-    def _fit(self, ctx: ServerContext, items: Images | Rows, objective, groups: list[Group]) -> FitReport:  # type: ignore[no-untyped-def]
+    def _fit(self, ctx: ServerContext, items: Items, objective: Objective, group: Group) -> FitReport:
         config = self.config
         return ctx.fit(
-            items, objective, groups, lr=config.distill_lr, epochs=config.distill_epochs, batch=config.distill_batch
+            items, objective, [group], lr=config.distill_lr, epochs=config.distill_epochs, batch=config.distill_batch
         )
 
     def _distill_text(self, model: Dual, mean: Tensor, updates: Updates, ctx: ServerContext) -> Tensor:
@@ -302,10 +302,10 @@ class FedGLAD(Method[Options]):
 
         def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
             assert isinstance(net, Dual)
-            logits = net.logits(batch.images.to(net.tokens.device), net.class_features())
+            logits = net.logits(net.to_device(batch.images), net.class_features())
             return {"kl": self._scaled_kl(probs[batch.index].to(logits.device), logits)}
 
-        report = self._fit(ctx, Rows(features), objective, [Group(Scope.SHARED, tag="text")])
+        report = self._fit(ctx, Rows(features), objective, Group(Scope.SHARED, tag="text"))
         ctx.log("distill_kl", report.terms["kl"])
         return ctx.parameters[Scope.SHARED].read()
 
@@ -370,7 +370,7 @@ class ClassSums:
 
 
 def merged_class_means(updates: Sequence[ClientUpdate]) -> dict[str, Tensor]:
-    """Count-weighted means over clients: targets [C, C], features [C, D] where sent, and which classes were seen [C]."""
+    """Count-weighted means over clients: targets [C, C], features [C, D] where sent, classes seen [C]."""
     counts = torch.stack([u.payload.extras["class_counts"] for u in updates])
     total = counts.sum(0)
     merged = {"class_seen": (total > 0).float()}

@@ -21,6 +21,8 @@ TOWERS = {"vision": ("image_tower",), "text": ("text_tower",), "both": ("image_t
 class AdaptedModel(nn.Module):
     """``backbone`` with LoRA branches attached in place; ``head`` classifies where there is no text tower."""
 
+    _tokens: Tensor
+
     def __init__(self, backbone: Backbone, task: TaskView) -> None:
         super().__init__()
         self.backbone = backbone
@@ -28,12 +30,16 @@ class AdaptedModel(nn.Module):
         self.switch = Switch()
         texts, _ = class_texts(task.classes, task.template)
         tokens = backbone.tokenize(texts, task.classes) if backbone.has_text else None
-        self.register_buffer("tokens", tokens, persistent=False)
+        self.register_buffer("_tokens", tokens, persistent=False)
 
     def attach(self, config: LoRAOptions, *branches: Branch, towers: Sequence[str] | None = None) -> None:
         """Attach LoRA ``branches`` to the layers that ``config`` names. Raises AdapterError as ``attach_lora`` does."""
         towers = towers or TOWERS[config.towers]
         attach_lora(self.backbone, self.switch, branches, targets=config.targets, towers=towers)
+
+    def to_device(self, values: Tensor) -> Tensor:
+        """``values`` on the device of the model."""
+        return values.to(self._tokens.device)
 
     def image_features(self, images: Tensor, *branches: str, gated: bool = False) -> Tensor:
         """Normalised features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting."""
@@ -43,13 +49,14 @@ class AdaptedModel(nn.Module):
     def text_features(self, *branches: str) -> Tensor:
         """Normalised class text features [C, D] with ``branches`` acting."""
         with self.switch.use(*branches):
-            return F.normalize(self.backbone.encode_text(self.tokens), dim=-1)
+            return F.normalize(self.backbone.encode_text(self._tokens), dim=-1)
 
     def logits(self, features: Tensor, classes: Tensor | None) -> Tensor:
         """Scaled cosine logits [B, C] of ``features`` [B, D], or the head's for a backbone without text tower."""
         if classes is None:
             assert self.head is not None
-            return self.head(features)
+            head: Tensor = self.head(features)
+            return head
         return self.backbone.logit_scale * features @ classes.t()
 
 

@@ -56,7 +56,12 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._rich.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[state]}"),
+                TimeRemainingColumn(),
+            )
             self._live = Progress(*columns, console=self._rich)
             self._bar = self._live.add_task("starting", total=self._rounds - self._first, state="")
             self._live.start()
@@ -100,7 +105,10 @@ class Console:
     def table(self, summary: Mapping[str, Any]) -> None:
         """Print the result: one row per view."""
         ascii_only = (self._rich.encoding or "").lower() not in {"utf-8", "utf8"}
-        table = Table(box=box.ASCII if ascii_only else box.SIMPLE_HEAD, title=f"{summary['method']} on {summary['data']}, round {summary['rounds']}")
+        table = Table(
+            box=box.ASCII if ascii_only else box.SIMPLE_HEAD,
+            title=f"{summary['method']} on {summary['data']}, round {summary['rounds']}",
+        )
         for name in ("model", "mean over clients", "by image", "worst client", "p10", "p50", "p90", "full test set"):
             table.add_column(name, justify="left" if name == "model" else "right")
         for view, label in (("zero_shot", "zero-shot"), ("global", "global (GM)"), ("personal", "personal (PM)")):

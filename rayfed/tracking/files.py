@@ -12,8 +12,8 @@ from typing import Any
 import safetensors.torch
 import yaml
 
-from rayfed.config import to_yaml
 from rayfed.conf.options import RunOptions
+from rayfed.config import to_yaml
 from rayfed.data.task import Task
 from rayfed.engine.store import write_whole
 
@@ -54,7 +54,10 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_adapters(
-    out: Path, shared: Mapping[str, Any], private: Mapping[int, Mapping[str, Any]], peft: tuple[Mapping[str, Any], Any] | None
+    out: Path,
+    shared: Mapping[str, Any],
+    private: Mapping[int, Mapping[str, Any]],
+    peft: tuple[Mapping[str, Any], Any] | None,
 ) -> None:
     """Write ``adapters/``: shared.safetensors, clients/<id>.safetensors, and the shared LoRA in PEFT's format."""
     folder = out / "adapters"
@@ -64,7 +67,9 @@ def write_adapters(
         write_whole(folder / "clients" / f"{client_id:05d}.safetensors", safetensors.torch.save(dict(tensors)))
     if peft is not None:
         tensors, config = peft
-        write_whole(folder / "peft" / "adapter_model.safetensors", safetensors.torch.save(dict(tensors), {"format": "pt"}))
+        write_whole(
+            folder / "peft" / "adapter_model.safetensors", safetensors.torch.save(dict(tensors), {"format": "pt"})
+        )
         write_whole(folder / "peft" / "adapter_config.json", dump(config))
 
 

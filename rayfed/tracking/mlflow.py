@@ -25,7 +25,9 @@ class MlflowSink:
     ``uri``: sqlite:///file or a server. A run that was begun before (``run_id``) is taken up again.
     """
 
-    def __init__(self, uri: str, experiment: str, run_name: str, *, run_id: str | None, note_run: Callable[[str], None]) -> None:
+    def __init__(
+        self, uri: str, experiment: str, run_name: str, *, run_id: str | None, note_run: Callable[[str], None]
+    ) -> None:
         self.uri = uri
         self._experiment, self._name, self._run_id, self._note_run = experiment, run_name, run_id, note_run
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -65,7 +67,9 @@ class MlflowSink:
                 task()
             except Exception as error:  # whatever a tracking store raises must not end training
                 self._broken = True
-                log.warning("MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, _first_line(error))
+                log.warning(
+                    "MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, _first_line(error)
+                )
 
     def _open(self, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         for name in ("mlflow", "alembic"):
@@ -100,7 +104,9 @@ class MlflowSink:
     def _log_metrics(self, figures: Mapping[str, float], step: int, stamp: int) -> None:
         from mlflow.entities import Metric
 
-        self._client.log_batch(self._run_id, metrics=[Metric(name, value, stamp, step) for name, value in figures.items()])
+        self._client.log_batch(
+            self._run_id, metrics=[Metric(name, value, stamp, step) for name, value in figures.items()]
+        )
 
     def _close(self, status: str, folder: Path | None) -> None:
         if folder is not None:

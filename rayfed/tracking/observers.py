@@ -132,8 +132,12 @@ def _git_state() -> dict[str, str]:
     folder = Path(rayfed.__file__).parent
     try:
         run = ["git", "-C", str(folder)]
-        commit = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-        dirty = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, timeout=10, check=True).stdout
+        commit = subprocess.run(
+            [*run, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            [*run, "status", "--porcelain", "."], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {"git": "unknown"}
     return {"git": commit, "git_dirty": json.dumps(bool(dirty))}

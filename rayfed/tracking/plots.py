@@ -11,13 +11,20 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rayfed.data.task import Task
 
-VIEWS = (("zero_shot", "zero-shot", "#888888"), ("global", "global (GM)", "#1f77b4"), ("personal", "personal (PM)", "#d62728"))
+VIEWS = (
+    ("zero_shot", "zero-shot", "#888888"),
+    ("global", "global (GM)", "#1f77b4"),
+    ("personal", "personal (PM)", "#d62728"),
+)
 
 
-def draw_all(out: Path, task: Task, history: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+def draw_all(
+    out: Path, task: Task, history: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> list[Path]:
     """Draw every plot that has something to show into ``out/plots``; return the files."""
     evaluated = [(r["round"] + 1, r["evaluation"]) for r in history if r["evaluation"]]
     drawn = [
@@ -34,7 +41,10 @@ def _save(out: Path, name: str, draw: Callable[[], Figure]) -> Path:
     path = out / "plots" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     # Class names are shown as they are: no maths, and a box for a sign the font lacks is no reason to warn.
-    with matplotlib.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}), warnings.catch_warnings():
+    with (
+        matplotlib.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = draw()
         figure.savefig(path, dpi=130)
@@ -55,11 +65,21 @@ def accuracy(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
         mean, low, high = ([_percent(e[view][key]) for _, e in evaluated] for key in ("acc_macro", "p10", "p90"))
         if not mean or np.isnan(mean).all():
             continue
-        axes.plot(rounds, mean, color=colour, label=label, linestyle="--" if view == "zero_shot" else "-", marker="o", markersize=3)
+        axes.plot(
+            rounds,
+            mean,
+            color=colour,
+            label=label,
+            linestyle="--" if view == "zero_shot" else "-",
+            marker="o",
+            markersize=3,
+        )
         if view == "personal":
-            axes.fill_between(rounds, low, high, color=colour, alpha=0.12, linewidth=0, label="PM, 10th to 90th percentile")
+            axes.fill_between(
+                rounds, low, high, color=colour, alpha=0.12, linewidth=0, label="PM, 10th to 90th percentile"
+            )
     axes.set(xlabel="round", ylabel="accuracy on the clients' test images, %", title="Mean accuracy over clients")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -76,7 +96,8 @@ def clients(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for view, label, colour in VIEWS:
         points = [(_percent(r[view]), i) for i, r in enumerate(held) if r.get(view) is not None]
         if points:
-            axes.scatter(*zip(*points, strict=True), color=colour, label=label, zorder=2, s=26)
+            across, down = zip(*points, strict=True)
+            axes.scatter(across, down, color=colour, label=label, zorder=2, s=26)
     axes.set_yticks(range(len(held)), [f"client {r['client']} ({r['num_train']} images)" for r in held], fontsize=8)
     axes.set(xlabel="accuracy on its own test images, %", title="Accuracy per client")
     axes.grid(axis="x", alpha=0.3)
@@ -92,9 +113,16 @@ def partition(task: Task) -> Figure:
     shown = np.ma.masked_equal(counts, 0)
     image = axes.imshow(shown, aspect="auto", cmap="viridis", interpolation="nearest")
     step = max(1, -(-num_classes // 48))
-    axes.set_xticks(range(0, num_classes, step), [task.classes[i][:24] for i in range(0, num_classes, step)], rotation=90, fontsize=6)
+    axes.set_xticks(
+        range(0, num_classes, step),
+        [task.classes[i][:24] for i in range(0, num_classes, step)],
+        rotation=90,
+        fontsize=6,
+    )
     every = max(1, -(-len(task.clients) // 40))
-    axes.set_yticks(range(0, len(task.clients), every), [str(i) for i in range(0, len(task.clients), every)], fontsize=7)
+    axes.set_yticks(
+        range(0, len(task.clients), every), [str(i) for i in range(0, len(task.clients), every)], fontsize=7
+    )
     axes.set(xlabel="class", ylabel="client", title="Training images per client and class (white: none)")
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="images", fraction=0.03)
@@ -109,13 +137,15 @@ def training(history: Sequence[Mapping[str, Any]]) -> Figure:
             series.setdefault(name, []).append((record["round"] + 1, value))
     losses = {n: v for n, v in series.items() if n.startswith("loss_")}
     others = {n: v for n, v in series.items() if n not in losses}
-    panels = [(title, group) for title, group in (("Local loss terms", losses), ("Figures of the method", others)) if group]
+    panels = [
+        (title, group) for title, group in (("Local loss terms", losses), ("Figures of the method", others)) if group
+    ]
     figure, axes = _axes(5.5 * len(panels), 3.8, len(panels))
     for place, (title, group) in zip(axes, panels, strict=True):
         for name, values in group.items():
             place.plot(*zip(*values, strict=True), marker="o", markersize=3, label=name.removeprefix("loss_"))
         place.set(xlabel="round", title=title)
-        place.xaxis.get_major_locator().set_params(integer=True)
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
         place.grid(alpha=0.3)
         place.legend(frameon=False)
     return figure
