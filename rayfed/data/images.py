@@ -36,7 +36,7 @@ def _bicubic(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     """Resize [N, C, H, H] in float32; torch's uint8 kernels differ between processors."""
     result = np.empty((len(images), images.shape[1], size, size), dtype=np.uint8)
     for start in range(0, len(images), _CHUNK):
-        part = torch.from_numpy(np.ascontiguousarray(images[start : start + _CHUNK])).float()
+        part = torch.from_numpy(images[start : start + _CHUNK].astype(np.float32, order="C"))
         sized = F.interpolate(part, (size, size), mode="bicubic", antialias=True, align_corners=False)
         result[start : start + _CHUNK] = sized.round().clamp(0, 255).to(torch.uint8).numpy()
     return result

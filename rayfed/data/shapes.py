@@ -36,7 +36,7 @@ SHAPES: tuple[str, ...] = (
 COLOURS: tuple[str, ...] = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
 DOMAINS: tuple[str, ...] = ("photo", "sketch", "bright", "noisy")
 
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.floating[Any]]  # float32; NumPy's stubs lose the width
 _Keys: TypeAlias = NDArray[np.uint64]
 
 _RGB = np.array(
@@ -154,21 +154,22 @@ def _bits(keys: _Keys, use: _Use, count: int) -> _Keys:
 
 def _uniform(keys: _Keys, use: _Use, count: int) -> Floats:
     """``count`` numbers in [0, 1) for each key: [N, count]."""
-    return (_bits(keys, use, count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return (_bits(keys, use, count) >> np.uint64(40)).astype(np.float32) * (2.0**-24)
 
 
 def _normal(keys: _Keys, use: _Use, count: int) -> Floats:
     """Nearly normal numbers (sum of four uniform ones, variance 1): [N, count]."""
     bits = _bits(keys, use, count)
     total = sum(((bits >> np.uint64(16 * part)) & np.uint64(0xFFFF)).astype(np.float32) for part in range(4))
-    return np.asarray((total * np.float32(2.0**-16) - np.float32(2.0)) * np.float32(3.0**0.5), dtype=np.float32)
+    return np.asarray((total * (2.0**-16) - 2.0) * (3.0**0.5), dtype=np.float32)
 
 
 # Geometry: signed distances in the shape's own frame (unit radius, y up), negative inside ----------------------------
 
 
 def _length(x: Floats, y: Floats) -> Floats:
-    return np.sqrt(x * x + y * y)
+    length: Floats = np.sqrt(x * x + y * y)
+    return length
 
 
 def _polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Floats, Floats], Floats]:
@@ -197,20 +198,21 @@ def _star_corners() -> list[tuple[float, float]]:
 
 
 def _circle(x: Floats, y: Floats) -> Floats:
-    return _length(x, y) - np.float32(0.86)
+    return _length(x, y) - 0.86
 
 
 def _ring(x: Floats, y: Floats) -> Floats:
-    return np.abs(_length(x, y) - np.float32(0.72)) - np.float32(0.2)
+    distance: Floats = np.abs(_length(x, y) - 0.72) - 0.2
+    return distance
 
 
 def _heart(x: Floats, y: Floats) -> Floats:
     """Two lobes on a corner (after Inigo Quilez' exact heart), scaled to the unit circle."""
-    scale = np.float32(1.72)
-    x, y = np.abs(x) / scale, y / scale + np.float32(0.55)
-    lobe = _length(x - np.float32(0.25), y - np.float32(0.75)) - np.float32(2.0**0.5 / 4)
-    slope = np.maximum(x + y, 0) * np.float32(0.5)
-    near = np.minimum(_length(x, y - np.float32(1)), _length(x - slope, y - slope))
+    scale = 1.72
+    x, y = np.abs(x) / scale, y / scale + 0.55
+    lobe: Floats = _length(x - 0.25, y - 0.75) - (2.0**0.5 / 4)
+    slope = np.maximum(x + y, 0) * 0.5
+    near = np.minimum(_length(x, y - 1), _length(x - slope, y - slope))
     return np.where(x + y > 1, lobe, np.where(x > y, near, -near)) * scale
 
 
@@ -220,15 +222,18 @@ def _crescent(x: Floats, y: Floats) -> Floats:
     y = np.abs(y)
     tip_x = (outer**2 - bite**2 + shift**2) / (2 * shift)
     tip_y = (outer**2 - tip_x**2) ** 0.5
-    at_tip = shift * (x * np.float32(tip_y) - y * np.float32(tip_x)) > shift**2 * np.maximum(np.float32(tip_y) - y, 0)
-    arcs = np.maximum(_length(x, y) - np.float32(outer), np.float32(bite) - _length(x - np.float32(shift), y))
-    return np.where(at_tip, _length(x - np.float32(tip_x), y - np.float32(tip_y)), arcs)
+    at_tip = shift * (x * tip_y - y * tip_x) > shift**2 * np.maximum(tip_y - y, 0)
+    arcs = np.maximum(_length(x, y) - outer, bite - _length(x - shift, y))
+    return np.where(at_tip, _length(x - tip_x, y - tip_y), arcs)
+
+
+_cone = _polygon([(-0.538, -0.095), (0.538, -0.095), (0.0, 1.0)])
 
 
 def _drop(x: Floats, y: Floats) -> Floats:
     """A disc and the two tangents to it from a tip above."""
-    disc = _length(x, y + np.float32(0.36)) - np.float32(0.6)
-    return np.minimum(disc, _polygon([(-0.538, -0.095), (0.538, -0.095), (0.0, 1.0)])(x, y))
+    disc: Floats = _length(x, y + 0.36) - 0.6
+    return np.minimum(disc, _cone(x, y))
 
 
 _ARM = 0.32
@@ -238,8 +243,10 @@ _DISTANCE: tuple[Callable[[Floats, Floats], Floats], ...] = (
     _polygon([(-0.93, -0.66), (0.93, -0.66), (0.0, 0.95)]),
     _polygon(_star_corners()),
     _polygon(
-        [(-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM)]
-        + [(_ARM, 1), (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM)]
+        [
+            *((-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM)),
+            *((_ARM, 1), (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM)),
+        ]
     ),
     _ring,
     _heart,
@@ -281,7 +288,8 @@ def _signed_distance(shape: NDArray[np.int64], x: Floats, y: Floats) -> Floats:
 
 def _wave(values: Floats) -> Floats:
     """Triangle wave of period 1 between -1 and 1."""
-    return np.abs(values - np.floor(values) - np.float32(0.5)) * 4 - 1
+    wave: Floats = np.abs(values - np.floor(values) - 0.5) * 4 - 1
+    return wave
 
 
 def _texture(keys: _Keys, x: Floats, y: Floats) -> Floats:
@@ -289,8 +297,8 @@ def _texture(keys: _Keys, x: Floats, y: Floats) -> Floats:
     draw = _uniform(keys, _Use.TEXTURE, 4)
     kind, rate = np.floor(draw[:, :1] * 4), 1.3 + 0.7 * draw[:, 1:2]
     u, v = _wave(x * rate + draw[:, 2:3]), _wave(y * rate + draw[:, 3:])
-    pattern = np.where(kind == 1, v, np.where(kind == 2, u + v - np.float32(0.7), u * v * 2))
-    return np.where(kind == 0, np.float32(0), np.clip(0.5 + 3 * pattern, 0, 1))
+    pattern = np.where(kind == 1, v, np.where(kind == 2, u + v - 0.7, u * v * 2))
+    return np.where(kind == 0, 0, np.clip(0.5 + 3 * pattern, 0, 1))
 
 
 def _background(keys: _Keys, size: int) -> Floats:
@@ -307,7 +315,8 @@ def _background(keys: _Keys, size: int) -> Floats:
 
 def _colour(keys: _Keys, colour: NDArray[np.int64]) -> Floats:
     draw = _uniform(keys, _Use.COLOUR, 4)
-    return ((_RGB[colour] + 0.1 * (draw[:, :3] - 0.5)) * (0.78 + 0.3 * draw[:, 3:]))[:, :, None]
+    shades: Floats = (_RGB[colour] + 0.1 * (draw[:, :3] - 0.5)) * (0.78 + 0.3 * draw[:, 3:])
+    return shades[:, :, None]
 
 
 def _over(paint: Floats, below: Floats, cover: Floats) -> Floats:
@@ -315,21 +324,21 @@ def _over(paint: Floats, below: Floats, cover: Floats) -> Floats:
 
 
 def _photo(keys: _Keys, colour: Floats, cover: Floats, shade: Floats, size: int) -> Floats:
-    return _over(colour * (1 - np.float32(0.42) * shade), _background(keys, size), cover)
+    return _over(colour * (1 - 0.42 * shade), _background(keys, size), cover)
 
 
 def _sketch(keys: _Keys, colour: Floats, edge: Floats, cover: Floats, shade: Floats, size: int) -> Floats:
     """A coloured outline on pale paper; the texture is a faint crayon fill."""
     paper = 0.84 + 0.16 * _background(keys, size)
-    return _over(colour * np.float32(0.85), _over(colour, paper, np.float32(0.3) * cover * shade), edge)
+    return _over(colour * 0.85, _over(colour, paper, 0.3 * cover * shade), edge)
 
 
 def _draw(keys: _Keys, labels: NDArray[np.int64], domains: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
     """Images of one chunk, uint8 [N, 3, size, size]."""
     shape, colour_id = labels // len(COLOURS), labels % len(COLOURS)
     x, y, radius = _frame(keys, shape, size)
-    pixels = _signed_distance(shape, x, y) * radius * np.float32(size / 2)
-    width = (0.9 + 0.5 * _uniform(keys, _Use.STROKE, 1)) * np.float32(size / 32)
+    pixels = _signed_distance(shape, x, y) * radius * (size / 2)
+    width = (0.9 + 0.5 * _uniform(keys, _Use.STROKE, 1)) * (size / 32)
     cover = np.clip(0.5 - pixels, 0, 1)[:, None]
     edge = np.clip(0.5 + width - np.abs(pixels), 0, 1)[:, None]
     shade, colour = _texture(keys, x, y)[:, None], _colour(keys, colour_id)
@@ -342,7 +351,8 @@ def _draw(keys: _Keys, labels: NDArray[np.int64], domains: NDArray[np.int64], si
             picture[rows] = _filtered(
                 name, keys[rows], _photo(keys[rows], colour[rows], cover[rows], shade[rows], size)
             )
-    return np.floor(np.clip(picture, 0, 1) * 255 + np.float32(0.5)).astype(np.uint8).reshape(-1, 3, size, size)
+    levels: Floats = np.floor(np.clip(picture, 0, 1) * 255 + 0.5)
+    return levels.astype(np.uint8).reshape(-1, 3, size, size)
 
 
 def _filtered(domain: str, keys: _Keys, photo: Floats) -> Floats:
