@@ -68,6 +68,11 @@ class AdaptedLinear(nn.Module):
         self._switch = switch
 
     @property
+    def weight(self) -> Tensor:
+        """The frozen weight [d_out, d_in]; towers ask it for its type."""
+        return self.base.weight
+
+    @property
     def in_features(self) -> int:
         """Input width."""
         return self.base.in_features

@@ -76,7 +76,8 @@ def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Pl
     if fit == 0:
         raise ResourceError(
             f"the server (server.cpu={options.server.cpu:g}, server.gpu={options.server.gpu:g}) leaves no room for "
-            f"a client actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on {_describe(nodes)}: "
+            f"a client actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on "
+            f"{_describe(nodes)}: "
             "lower one of them."
         )
     useful = min(fit, options.cohort_size)
