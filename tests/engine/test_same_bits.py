@@ -1,0 +1,85 @@
+"""Same seed, same bits: in this process, on 1, 2 and 4 actors, any evaluation frequency, interrupted or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.runs import FAST, assert_same_bits, run, run_well, start
+
+METHODS = ("fedglad", "fedlora", "local", "zero_shot")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One in-process run per method."""
+    folder = tmp_path_factory.mktemp("reference")
+    for method in METHODS:
+        run_well(f"method={method}", "engine.pool=local", f"out={folder / method}", *FAST)
+    return {method: folder / method for method in METHODS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ray_equals_in_process(method, reference, ray_session, out):
+    run_well(f"method={method}", "clients.actors=2", f"out={out}", *FAST)
+    assert_same_bits(reference[method], out)
+
+
+@pytest.mark.parametrize("actors", [1, 4])
+def test_number_of_actors_does_not_matter(actors, reference, ray_session, out):
+    run_well("method=fedglad", f"clients.actors={actors}", f"out={out}", *FAST)
+    assert_same_bits(reference["fedglad"], out)
+
+
+def test_evaluation_frequency_does_not_matter(reference, out):
+    run_well("method=fedglad", "engine.pool=local", "eval.every=0", f"out={out}", *FAST)
+    assert_same_bits(reference["fedglad"], out, figures=False)
+
+
+@pytest.mark.parametrize("where", ["local", "ray"])
+def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, out):
+    words = ["method=fedglad", f"engine.pool={where}", f"out={out}", *FAST]
+    process = start(*words)
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "round_00002" / "manifest.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (out / "summary.json").exists()
+    done = run_well(*words, "resume=auto")
+    assert "resumed after round 2" in done.stdout
+    assert_same_bits(reference["fedglad"], out)
+
+
+def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):
+    words = [word for word in FAST if not word.startswith("rounds")]
+    # Warm-up follows the number of rounds; without it the first rounds of a longer run are the same.
+    run_well("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=1")
+    run_well("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=3", "resume=auto")
+    summary = (out / "summary.json").read_text()
+    assert '"rounds": 3' in summary
+    assert_same_bits(reference["fedlora"], out, figures=False)
+
+
+def test_a_cut_checkpoint_is_passed_over(reference, tmp_path):
+    out = tmp_path / "run"
+    words = ["method=fedglad", "engine.pool=local", f"out={out}", *FAST]
+    run_well(*words)
+    newest = out / "checkpoints" / "round_00003" / "server.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    done = run_well(*words, "resume=auto")
+    assert "resumed after round 2; passed over round_00003: the server state is damaged" in done.stdout
+    assert_same_bits(reference["fedglad"], out)
+
+
+def test_resume_refuses_other_options_and_a_used_folder(reference):
+    out = reference["fedlora"]
+    done = run("method=fedlora", "engine.pool=local", f"out={out}", *FAST)
+    assert done.returncode == 2 and "already holds a run" in done.stderr
+    done = run("method=fedlora", "engine.pool=local", f"out={out}", "resume=auto", "train.lr=0.5", *FAST)
+    assert done.returncode == 2 and "train.lr was 0.003 and is now 0.5" in done.stderr
