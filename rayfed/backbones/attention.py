@@ -72,11 +72,12 @@ class SplitAttention(nn.Module):
         """
         if need_weights:
             raise BackboneError("Split attention returns no attention weights; call it with need_weights=False.")
+        heads = self._heads(self.q_proj(query))
         mixed = F.scaled_dot_product_attention(
-            self._heads(self.q_proj(query)),
+            heads,
             self._heads(self.k_proj(key)),
             self._heads(self.v_proj(value)),
-            attn_mask=self._mask(attn_mask, query.shape[0]),
+            attn_mask=self._mask(attn_mask, query.shape[0], heads.dtype),
         )
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return out, None
@@ -84,11 +85,12 @@ class SplitAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], x.shape[1], self.num_heads, -1).transpose(1, 2)
 
-    def _mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
+    def _mask(self, mask: Tensor | None, batch: int, dtype: torch.dtype) -> Tensor | None:
         if mask is None:
             return None
-        if mask.dtype == torch.bool:
-            mask = ~mask  # here True forbids, in scaled_dot_product_attention it allows
+        # A True here forbids, in scaled_dot_product_attention it allows; under autocast the projections come out in
+        # another type than the mask.
+        mask = ~mask if mask.dtype == torch.bool else mask.to(dtype)
         return mask if mask.dim() == 2 else mask.reshape(batch, self.num_heads, *mask.shape[1:])
 
 

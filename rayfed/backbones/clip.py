@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rayfed.backbones import names
 from rayfed.backbones.attention import fused_state_dict, split_attention
 from rayfed.backbones.base import Backbone, Preprocessing, Tokenizer
 from rayfed.backbones.files import read_weights, write_weights
+from rayfed.backbones.hub import impatient_hub
 from rayfed.backbones.projection import expose_projections, matrix_state_dict
 from rayfed.errors import BackboneError
 from rayfed.rng import derive_seed
@@ -176,7 +178,8 @@ def triple(values: Any) -> tuple[float, float, float]:
 
 def _tokenizer_of(name: str) -> Tokenizer:
     try:
-        tokenizer: Tokenizer = open_clip.get_tokenizer(name)
+        with impatient_hub():
+            tokenizer: Tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:  # the transformers library raises many kinds
         raise BackboneError(
             f"The tokenizer of backbone {name!r} cannot be loaded ({_first_line(error)}); it is fetched from the "
@@ -191,7 +194,8 @@ def _build(name: str, config: Mapping[str, Any]) -> CustomTextCLIP:
     wanted.pop("custom_text", None)
     if "hf_model_name" in wanted["text_cfg"]:
         wanted["text_cfg"]["hf_model_pretrained"] = False
-    with torch.random.fork_rng(devices=[]):
+    from_hub = impatient_hub() if "hf_model_name" in wanted["text_cfg"] else nullcontext()
+    with torch.random.fork_rng(devices=[]), from_hub:
         torch.manual_seed(derive_seed(0, "backbone", name))
         try:
             return CustomTextCLIP(**wanted)
@@ -204,7 +208,8 @@ def _build(name: str, config: Mapping[str, Any]) -> CustomTextCLIP:
 
 def _load_tag(model: nn.Module, name: str, tag: str) -> None:
     try:
-        path = download_pretrained(open_clip.get_pretrained_cfg(name, tag))
+        with impatient_hub():
+            path = download_pretrained(open_clip.get_pretrained_cfg(name, tag))
     except Exception as error:  # download errors of three libraries
         raise BackboneError(
             f"Weights {tag!r} of backbone {name!r} cannot be fetched ({_first_line(error)}); connect to the network, "

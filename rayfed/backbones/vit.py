@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import cast
 
 import timm
@@ -14,6 +15,7 @@ from rayfed.backbones import names
 from rayfed.backbones.base import Backbone, Preprocessing
 from rayfed.backbones.clip import check_fit, triple
 from rayfed.backbones.files import read_weights
+from rayfed.backbones.hub import impatient_hub
 from rayfed.errors import BackboneError
 from rayfed.rng import derive_seed
 
@@ -68,7 +70,7 @@ def _create(name: str, pretrained: str) -> nn.Module:
                 f"Known: {', '.join(tags) or 'no tag at all'}, 'default', and 'none' for random weights."
             )
         full = f"{name}.{pretrained}"
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), nullcontext() if pretrained == "none" else impatient_hub():
         torch.manual_seed(derive_seed(0, "backbone", name))
         try:
             model: nn.Module = timm.create_model(full, pretrained=pretrained != "none", num_classes=0)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rayfed.data import idx, shapes
 from rayfed.data.folder import load_folder
-from rayfed.data.pool import Indices, Source, pool_of_pixels
+from rayfed.data.images import content_hashes, resize_rgb
+from rayfed.data.pool import Indices, Pool, Source, pool_of_pixels
 from rayfed.errors import DataError
 from rayfed.rng import derive_seed, numpy_generator
 
@@ -58,30 +58,35 @@ def load_images(request: Request) -> Source:
     return loader(request)
 
 
-def draw_shapes(request: Request, use: str, labels: Indices, indices: Indices) -> NDArray[np.uint8]:
-    """Shapes pictures [N, 32, 32, 3] of one use ("train", "test", "proxy"): a series of scenes of its own.
+def shapes_pool(request: Request, use: str, labels: Indices, indices: Indices) -> Pool:
+    """Shapes pictures of one use ("train", "test", "proxy"): each use has scenes of its own, the same for every run.
 
-    The same for every run seed. Domains take turns along ``indices``.
+    ``labels`` and ``indices`` [N] say what is drawn; the request's domains take turns along ``indices``. Hashes are of
+    the pictures as drawn, uint8 [3, 32, 32].
     """
     names = request.domains or shapes.DOMAINS[:1]
-    domain = [names[int(index) % len(names)] for index in indices]
-    pictures = shapes.render(labels, indices, seed=derive_seed(0, "shapes", use), domain=domain, size=_SHAPES_SIZE)
-    return np.ascontiguousarray(pictures.transpose(0, 2, 3, 1))
+    domains = indices % len(names)
+    seed = derive_seed(0, "shapes", use)
+    drawn = shapes.render(labels, indices, seed=seed, domain=[names[number] for number in domains], size=_SHAPES_SIZE)
+    return Pool(
+        labels=labels,
+        hashes=content_hashes(drawn),
+        domains=domains,
+        domain_names=tuple(names),
+        pixels=lambda wanted: resize_rgb(drawn[wanted].transpose(0, 2, 3, 1), request.image_size),
+    )
 
 
 def _load_shapes(request: Request) -> Source:
     classes = shapes.class_names()
-    names = request.domains or shapes.DOMAINS[:1]
     val = _SHAPES_VAL if request.val_shots is None else request.val_shots
-    counts = {"train": (request.shots or SHAPES_TRAIN) + val, "test": request.test_shots or SHAPES_TEST}
-    pools = {}
-    for use, count in counts.items():
+
+    def pool(use: str, count: int) -> Pool:
         labels = np.repeat(np.arange(len(classes)), count)
-        indices = np.tile(np.arange(count), len(classes))
-        pixels = draw_shapes(request, use, labels, indices)
-        domains = indices % len(names)
-        pools[use] = pool_of_pixels(pixels, labels, request.image_size, domains=domains, domain_names=names)
-    return Source(classes, pools["train"], pools["test"])
+        return shapes_pool(request, use, labels, np.tile(np.arange(count), len(classes)))
+
+    train = pool("train", (request.shots or SHAPES_TRAIN) + val)
+    return Source(classes, train, pool("test", request.test_shots or SHAPES_TEST))
 
 
 def _load_fashion_mnist(request: Request) -> Source:

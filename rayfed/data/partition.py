@@ -236,12 +236,12 @@ class FilePart:
     test: Indices | None
 
 
-def read_file(path: str | None, num_clients: int) -> list[FilePart]:
+def read_file(path: str | None, num_clients: int | None) -> list[FilePart]:
     """Read a partition file: ``{"clients": [{"train": [...], "val": [...], "test": [...]}, ...]}``, UTF-8 JSON.
 
     ``train`` and ``val`` count the data set's training images from 0, ``test`` its test images; ``val`` and ``test``
-    may be left out, for all clients alike. Raises ``DataError`` if the file is missing, malformed or for another number
-    of clients.
+    may be left out, for all clients alike. ``num_clients`` None takes as many clients as it lists. Raises
+    ``DataError`` if the file is missing, malformed or for another number of clients.
     """
     if path is None:
         raise DataError("Partition 'file' needs a file of image numbers; set partition.file to its path.")
@@ -255,7 +255,7 @@ def read_file(path: str | None, num_clients: int) -> list[FilePart]:
     entries = content.get("clients") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f'Partition file {str(file)!r} lacks {{"clients": [{{"train": [...]}}, ...]}}; write it so.')
-    if len(entries) != num_clients:
+    if num_clients is not None and len(entries) != num_clients:
         raise DataError(
             f"Partition file {str(file)!r} divides data over {len(entries)} clients but {num_clients} were asked for; "
             f"ask for {len(entries)} clients or give another file."

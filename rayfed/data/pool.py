@@ -71,15 +71,12 @@ def pool_of_pixels(
     source: NDArray[np.uint8],
     labels: Indices,
     size: int,
-    *,
-    domains: Indices | None = None,
-    domain_names: tuple[str, ...] = ONE_DOMAIN,
 ) -> Pool:
     """Pool over source pixels [N, H, H] or [N, H, H, 1 or 3], resized to ``size`` only for those chosen."""
     return Pool(
         labels=labels.astype(np.int64),
         hashes=content_hashes(source),
-        domains=np.zeros(len(labels), dtype=np.int64) if domains is None else domains,
-        domain_names=domain_names,
+        domains=np.zeros(len(labels), dtype=np.int64),
+        domain_names=ONE_DOMAIN,
         pixels=lambda indices: resize_rgb(source[indices], size),
     )

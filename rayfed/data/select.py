@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rayfed.backbones.text import class_texts
 from rayfed.data import datasets, partition, shapes
-from rayfed.data.pool import ImageSet, Indices, Pool, Source, pool_of_pixels
+from rayfed.data.pool import ImageSet, Indices, Pool, Source
 from rayfed.data.settings import DataSettings, PartitionSettings
 from rayfed.errors import DataError
 from rayfed.rng import numpy_generator
@@ -68,7 +68,7 @@ def make_plan(
     division: PartitionSettings,
     request: datasets.Request,
     *,
-    num_clients: int,
+    num_clients: int | None,
     seed: int,
     needs_proxy: bool,
 ) -> Plan:
@@ -78,12 +78,15 @@ def make_plan(
     ``OptionError`` for a wrong template.
     """
     class_texts(["name"], options.template)
-    if num_clients < 1:
+    if num_clients is not None:
         partition.check_possible(0, num_clients, 0)
     if needs_proxy and options.proxy < 1:
         raise DataError(f"The method needs proxy images but data.proxy is {options.proxy}; set it to 1 or more.")
     parts = tuple(partition.read_file(division.file, num_clients)) if division.name == "file" else None
-    return Plan(options, division, request, num_clients, seed, needs_proxy, parts)
+    count = len(parts) if parts is not None else num_clients
+    if count is None:
+        raise DataError(f"Partition {division.name!r} needs to know the number of clients; say how many.")
+    return Plan(options, division, request, count, seed, needs_proxy, parts)
 
 
 def usable_images(source: Source, seen: Hashes, notes: list[str]) -> Indices:
@@ -126,12 +129,7 @@ def take_proxy(plan: Plan, source: Source, usable: Indices, seen: Hashes) -> tup
 
 def _drawn_proxy(plan: Plan, count: int) -> ImageSet:
     indices = np.arange(count)
-    labels = indices % len(shapes.class_names())
-    pixels = datasets.draw_shapes(plan.request, "proxy", labels, indices)
-    names = plan.request.domains or shapes.DOMAINS[:1]
-    pool = pool_of_pixels(
-        pixels, labels, plan.request.image_size, domains=indices % len(names), domain_names=tuple(names)
-    )
+    pool = datasets.shapes_pool(plan.request, "proxy", indices % len(shapes.class_names()), indices)
     return pool.take(indices, labelled=False)
 
 

@@ -52,7 +52,7 @@ def build_task(
     options: DataSettings,
     partition_options: PartitionSettings,
     *,
-    num_clients: int,
+    num_clients: int | None,
     seed: int,
     image_size: int,
     backbone: str,
@@ -60,9 +60,10 @@ def build_task(
 ) -> Task:
     """Load the data, set proxy and validation images aside, and divide the rest over ``num_clients`` clients.
 
-    Images are ``image_size`` pixels square. The same arguments give the same task; ``seed`` decides which images are
-    chosen and who gets them, never which are test images. Raises ``DataError`` (``OptionError`` for the template) if
-    data are missing or damaged, the partition cannot be made, or an image would be used twice.
+    With ``num_clients`` None a partition file says how many. Images are ``image_size`` pixels square. The same
+    arguments give the same task; ``seed`` decides which images are chosen and who gets them, never which are test
+    images. Raises ``DataError`` (``OptionError`` for the template) if data are missing or damaged, the partition cannot
+    be made, or an image would be used twice.
     """
     request = request_of(options, image_size, backbone)
     plan = make_plan(options, partition_options, request, num_clients=num_clients, seed=seed, needs_proxy=needs_proxy)

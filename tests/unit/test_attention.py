@@ -60,6 +60,15 @@ def test_split_towers_equal_the_original_ones(clip: CLIP) -> None:
         torch.testing.assert_close(clip.encode_image(images), original.encode_image(images), rtol=0, atol=1e-6)
 
 
+def test_half_precision_autocast_works_in_both_towers(clip: CLIP) -> None:
+    split_attention(clip)
+    tokens = torch.full((2, 16), 511)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        text, image = clip.encode_text(tokens), clip.encode_image(draw(2, 3, 32, 32))
+    torch.testing.assert_close(text.float(), clip.encode_text(tokens).detach(), rtol=0.05, atol=0.05)
+    assert image.isfinite().all()
+
+
 def test_text_tower_stays_causal(clip: CLIP) -> None:
     split_attention(clip)
     layer = clip.transformer.resblocks[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,13 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_stream_alone
     first, second = build(), build()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(value, second.state_dict()[key]) for key, value in first.state_dict().items())
+
+
+def test_copies_and_pickles_give_the_same_features() -> None:
+    backbone = build()
+    for other in (copy.deepcopy(backbone), pickle.loads(pickle.dumps(backbone))):
+        assert torch.equal(logits(other), logits(backbone))
+        other.image_tower.load_state_dict(backbone.image_tower.state_dict())
 
 
 def test_settings_are_plain_json() -> None:
@@ -387,3 +395,20 @@ def test_tokenizer_with_another_row_length_is_refused() -> None:
 
     with pytest.raises(BackboneError, match="rows of 77 tokens but the text tower takes 64"):
         tokenize_texts(Stubborn(), 64, ["a cat"])
+
+
+def test_tiny_backbone_loads_saves_and_equals_its_own_loader(tmp_path: Path) -> None:
+    from rayfed.backbones import tiny
+
+    backbone, original = load_backbone("tiny"), tiny.load_tiny()
+    tokens = backbone.tokenize(["a red circle", "a blue star"])
+    with torch.no_grad():
+        torch.testing.assert_close(backbone.encode_text(tokens), original.encode_text(tokens), rtol=0, atol=1e-5)
+    save_backbone(backbone, tmp_path / "tiny.safetensors")
+    again = load_backbone("tiny", checkpoint=str(tmp_path / "tiny.safetensors"))
+    assert torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
+    assert names.width("tiny") == tiny.CONFIG["vision_cfg"]["width"]
+    with pytest.raises(BackboneError, match="embedded weights"):
+        load_backbone("tiny", pretrained="openai")
+    with pytest.raises(BackboneError, match="has 40 words"):
+        backbone.tokenize(["a cat", "yes " * 40])

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rayfed.data import idx
+from rayfed.data import idx, shapes
 from rayfed.data.datasets import Request, load_images
 from rayfed.data.folder import decode, load_folder, natural_key
 from rayfed.data.images import content_hashes
 from rayfed.errors import DataError
+from rayfed.rng import derive_seed
 
 
 def request(name: str, **options: Any) -> Request:
@@ -249,6 +250,15 @@ def test_shapes_hashes_do_not_depend_on_the_size_shown() -> None:
     large = load_images(request("shapes", shots=1, val_shots=1, test_shots=1, image_size=64))
     assert np.array_equal(small.train.hashes, large.train.hashes)
     assert large.train.take(np.array([3])).images.shape == (1, 3, 64, 64)
+
+
+def test_shapes_hashes_are_of_the_pictures_as_drawn() -> None:
+    source = load_images(request("shapes", shots=1, val_shots=0, test_shots=1))
+    labels = np.arange(96)
+    drawn = shapes.render(labels, np.zeros_like(labels), seed=derive_seed(0, "shapes", "test"))
+    assert np.array_equal(source.test.hashes, content_hashes(drawn))
+    shown = load_images(request("shapes", shots=1, val_shots=0, test_shots=1, image_size=32)).test.take(labels)
+    assert np.array_equal(shown.images, drawn)
 
 
 def test_shapes_domains_take_turns() -> None:

@@ -211,6 +211,12 @@ def test_pretraining_images_are_left_out(made: dict[str, Any], monkeypatch: pyte
     assert len(build().test) == 50
 
 
+def test_shapes_are_new_to_the_tiny_backbone() -> None:
+    task = build(Data(proxy=100), image_size=32, backbone="tiny", needs_proxy=True)
+    assert (len(task.train), len(task.val), len(task.test)) == (1920, 960, 960)
+    assert task.notes == ()
+
+
 def test_planted_violations_are_refused(made: dict[str, Any]) -> None:
     task = build(Data("made", proxy=5), needs_proxy=True)
     none = np.empty(0, dtype=np.uint64)
@@ -251,6 +257,15 @@ def test_partition_file_with_an_empty_and_a_small_client(made: dict[str, Any], t
     assert task.train.labels[task.clients[1].train].tolist() == [0, 1, 2]
     assert sum(sizes(task, "val")) > 0
     assert_whole(task)
+
+
+def test_partition_file_says_how_many_clients(made: dict[str, Any], tmp_path: Path) -> None:
+    partition = write(tmp_path / "p.json", [{"train": [0]}, {"train": [1, 2]}])
+    assert sizes(build(partition=partition, num_clients=None), "train") == [1, 2]
+    with pytest.raises(DataError, match="2 clients but 3 were asked for"):
+        build(partition=partition, num_clients=3)
+    with pytest.raises(DataError, match="number of clients"):
+        build(num_clients=None)
 
 
 def test_partition_file_may_list_everything(made: dict[str, Any], tmp_path: Path) -> None:
