@@ -48,7 +48,7 @@ def parse_options(words: Sequence[str]) -> RunOptions:
     chosen = {**saved, **typed}
     schema = method_schema(str(chosen.get("method.name", "fedglad")))
     _known(chosen, fields(schema))
-    layers = [_data_defaults(chosen), _profile(schema, chosen), saved, typed]
+    layers = [_data_defaults(chosen), _profile(schema, chosen), _partition_file(chosen), saved, typed]
     merged: Values = {key: value for layer in layers for key, value in layer.items()}
     options = _validate(schema, merged)
     if problems := [*options.method.problems(), *contradictions(options)]:
@@ -157,6 +157,23 @@ def _data_defaults(chosen: Values) -> Values:
     if name not in DATA_DEFAULTS:
         raise OptionError(unknown("data set", name, DATA_DEFAULTS))
     return DATA_DEFAULTS[name]
+
+
+def _partition_file(chosen: Values) -> Values:
+    """A partition file says how many clients there are; reading it reports what is wrong with it."""
+    path = chosen.get("partition.file")
+    if chosen.get("partition.name") != "file" or path is None:
+        return {}
+    try:
+        return {"clients.n": len(json.loads(Path(str(path)).expanduser().read_text(encoding="utf-8"))["clients"])}
+    except OSError as error:
+        raise OptionError(
+            f"partition.file={path} cannot be read ({error.strerror}): give the path of a JSON file."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            f'partition.file={path} is not a partition: it must be JSON of the form {{"clients": [{{"train": [0, 5]}}]}}.'
+        ) from error
 
 
 def _profile(schema: type[MethodOptions], chosen: Values) -> Values:
@@ -298,10 +315,8 @@ def _data_problems(options: RunOptions) -> list[str]:
             f"method={options.method.name} distils on proxy images but data.proxy=0: "
             "set data.proxy=128 or method.distill=none."
         )
-    if data.proxy_from is not None and data.proxy_from not in DATA_DEFAULTS:
+    if data.proxy_from is not None and data.proxy_from.partition(":")[0] not in DATA_DEFAULTS:
         found.append(unknown("data set in data.proxy_from", data.proxy_from, DATA_DEFAULTS))
-    if data.name == "shapes" and not data.domains:
-        found.append("data.domains is empty: name at least one, for instance data.domains=[photo].")
     return found
 
 

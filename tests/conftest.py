@@ -12,16 +12,13 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import pytest
 import torch
 
-from rayfed.config import parse_options
 from rayfed.conf.options import RunOptions
+from rayfed.config import parse_options
 from rayfed.data import build_task_from_options
 from rayfed.data.task import Task
 
 torch.set_num_threads(1)
-SMALL = (
-    "engine.pool=local tracking.enabled=false clients.n=3 data.shots=2 data.test_shots=1 data.proxy=16 "
-    "rounds=2 train.epochs=1 partition.alpha=0.5"
-).split()
+SMALL = ["engine.pool=local", "tracking.enabled=false", "clients.n=3", "data.shots=2", "data.test_shots=1", "data.proxy=16", "rounds=2", "train.epochs=1", "partition.alpha=0.5"]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +43,9 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One Ray with four pretend CPUs for all tests; its address is in RAY_ADDRESS for commands too."""
     import ray
 
-    context = ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", namespace="rayfed")
+    context = ray.init(
+        num_cpus=4, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", namespace="rayfed"
+    )
     address = context.address_info["address"]
     os.environ["RAY_ADDRESS"] = address
     yield address

@@ -70,9 +70,9 @@ class DataOptions(Frozen):
     proxy: Annotated[int, Field(ge=0)] = 512
     """Public unlabelled images at the server, disjoint from all others (only for methods that distil on them)."""
     proxy_from: str | None = None
-    """Data set the proxy images come from; none: the task's own, before clients get theirs."""
-    domains: tuple[str, ...] = ("photo",)
-    """Rendering domains of `shapes`: photo, sketch, bright, noisy."""
+    """Data set (NAME or NAME:ROOT) the proxy images come from; none: the task's own, before clients get theirs."""
+    domains: tuple[str, ...] = ()
+    """Domains that are used: of `shapes` photo (used when none is named), sketch, bright, noisy; of `folder` its own."""
     bad: Literal["stop", "skip"] = "stop"
     """Damaged picture files: stop with their list, or leave them out."""
     template: str = "a photo of a {}."

@@ -13,10 +13,7 @@ import safetensors.torch
 import torch
 
 ROOT = Path(__file__).parents[2]
-FAST = (
-    "clients.n=4 data.shots=2 data.test_shots=1 data.proxy=16 rounds=3 train.epochs=1 partition.alpha=0.5 "
-    "tracking.enabled=false"
-).split()
+FAST = ["clients.n=4", "data.shots=2", "data.test_shots=1", "data.proxy=16", "rounds=3", "train.epochs=1", "partition.alpha=0.5", "tracking.enabled=false"]
 
 
 def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -28,7 +25,9 @@ def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -
     )
 
 
-def run(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Run ``python -m rayfed.run`` with ``words`` to its end."""
     process = start(*words, env=env, cwd=cwd)
     try:

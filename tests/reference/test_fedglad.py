@@ -62,7 +62,9 @@ class Reference:
             weights[key] = weights[key] + delta
 
 
-def adamw(parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], moments: dict, step: int, lr: float) -> None:
+def adamw(
+    parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], moments: dict, step: int, lr: float
+) -> None:
     """AdamW without weight decay, as its paper writes it (beta 0.9, 0.999, eps 1e-8)."""
     for name, value in parameters.items():
         m, v = moments.setdefault(name, (torch.zeros_like(value), torch.zeros_like(value)))
@@ -204,7 +206,9 @@ def run_server(server: Server, deltas, counts, extras=None):
         ClientUpdate(ref, i, n, Payload(d, e)) for i, (d, n, e) in enumerate(zip(deltas, counts, extras, strict=True))
     )
     updates = Updates(ExactSum.zeros(server.state.shared.numel()), items)
-    server.state = method.server_step(server.bench.model, server.state, updates, server._context(0, tuple(range(len(deltas)))))
+    server.state = method.server_step(
+        server.bench.model, server.state, updates, server._context(0, tuple(range(len(deltas))))
+    )
 
 
 def bench_of(options, task) -> Bench:
@@ -290,8 +294,14 @@ def test_broadcast_is_the_distilled_student_never_the_teacher(small, task):
 
 
 def test_student_kl_falls_and_one_client_is_its_own_optimum(small, task):
-    options = small("method=fedglad", "method.teacher_weight=0", "method.student_start=previous",
-                    "method.distill_lr=0.0003", "method.distill_epochs=1", "method.distill_batch=16")
+    options = small(
+        "method=fedglad",
+        "method.teacher_weight=0",
+        "method.student_start=previous",
+        "method.distill_lr=0.0003",
+        "method.distill_epochs=1",
+        "method.distill_batch=16",
+    )
     server = Server(options, task_view(task), task.proxy)
     delta = 0.02 * torch.randn(server.state.shared.shape, generator=torch.Generator().manual_seed(3))
     target = server.state.shared + delta
@@ -348,9 +358,12 @@ def test_class_means_withhold_rare_classes_and_survive_absent_ones():
     assert not sent["class_logits"][1:].any() and not sent["class_features"][1:].any()
     other = ClassSums(4, 3, None)
     other.add(torch.tensor([0] * 12), torch.ones(12, 4), torch.ones(12, 3))
-    merged = merged_class_means([
-        ClientUpdate(RoundRef(0, "train", 0), i, 10, Payload(None, means)) for i, means in enumerate((sent, other.means(5)))
-    ])
+    merged = merged_class_means(
+        [
+            ClientUpdate(RoundRef(0, "train", 0), i, 10, Payload(None, means))
+            for i, means in enumerate((sent, other.means(5)))
+        ]
+    )
     assert merged["class_seen"].tolist() == [1, 0, 0, 0]
     torch.testing.assert_close(merged["class_targets"][0], (6 * logits[:6].mean(0) + 12 * torch.ones(4)) / 18)
     assert all(torch.isfinite(value).all() for value in merged.values())
@@ -365,7 +378,9 @@ def test_clipped_logits_have_at_most_the_norm():
 @pytest.mark.parametrize("distill", ["class_mean", "class_mean_server"])
 def test_data_free_distillation_trains(small, task, tmp_path, distill):
     words = ["method.towers=both"] if distill == "class_mean_server" else []
-    options = small("method=fedglad", f"method.distill={distill}", "method.min_count=1", "method.distill_lr=0.01", *words)
+    options = small(
+        "method=fedglad", f"method.distill={distill}", "method.min_count=1", "method.distill_lr=0.01", *words
+    )
     worker = ClientWorker(options, task, tmp_path)
     server = Server(options, task_view(task), task.proxy)
     phase = worker.bench.method.phases(0, 2)[0]
