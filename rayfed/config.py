@@ -172,7 +172,8 @@ def _partition_file(chosen: Values) -> Values:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f'partition.file={path} is not a partition: it must be JSON of the form {{"clients": [{{"train": [0, 5]}}]}}.'
+            f"partition.file={path} is not a partition: it must be JSON of the form "
+            '{"clients": [{"train": [0, 5]}]}.'
         ) from error
 
 

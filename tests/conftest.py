@@ -18,7 +18,17 @@ from rayfed.data import build_task_from_options
 from rayfed.data.task import Task
 
 torch.set_num_threads(1)
-SMALL = ["engine.pool=local", "tracking.enabled=false", "clients.n=3", "data.shots=2", "data.test_shots=1", "data.proxy=16", "rounds=2", "train.epochs=1", "partition.alpha=0.5"]
+SMALL = [
+    "engine.pool=local",
+    "tracking.enabled=false",
+    "clients.n=3",
+    "data.shots=2",
+    "data.test_shots=1",
+    "data.proxy=16",
+    "rounds=2",
+    "train.epochs=1",
+    "partition.alpha=0.5",
+]
 
 
 @pytest.fixture(scope="session")

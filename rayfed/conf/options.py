@@ -72,7 +72,7 @@ class DataOptions(Frozen):
     proxy_from: str | None = None
     """Data set (NAME or NAME:ROOT) the proxy images come from; none: the task's own, before clients get theirs."""
     domains: tuple[str, ...] = ()
-    """Domains that are used: of `shapes` photo (used when none is named), sketch, bright, noisy; of `folder` its own."""
+    """Domains that are used: of `shapes` photo (the default), sketch, bright, noisy; of `folder` its own."""
     bad: Literal["stop", "skip"] = "stop"
     """Damaged picture files: stop with their list, or leave them out."""
     template: str = "a photo of a {}."

@@ -13,7 +13,16 @@ import safetensors.torch
 import torch
 
 ROOT = Path(__file__).parents[2]
-FAST = ["clients.n=4", "data.shots=2", "data.test_shots=1", "data.proxy=16", "rounds=3", "train.epochs=1", "partition.alpha=0.5", "tracking.enabled=false"]
+FAST = [
+    "clients.n=4",
+    "data.shots=2",
+    "data.test_shots=1",
+    "data.proxy=16",
+    "rounds=3",
+    "train.epochs=1",
+    "partition.alpha=0.5",
+    "tracking.enabled=false",
+]
 
 
 def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
