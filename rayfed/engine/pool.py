@@ -70,6 +70,9 @@ class Pool(Protocol):
     def restore(self, snapshot: Any) -> None:
         """Give the server (a new one, if it died) the state of ``snapshot``: a handle or bytes."""
 
+    def trainable(self) -> list[str]:
+        """Return what is trained, one sentence per owner."""
+
     def export(self) -> Export:
         """Return the trained parameters by name."""
 
@@ -121,6 +124,10 @@ class LocalPool:
     def restore(self, snapshot: bytes) -> None:
         """Take up a state."""
         self._server.restore(snapshot)
+
+    def trainable(self) -> list[str]:
+        """What is trained."""
+        return self._server.trainable()
 
     def export(self) -> Export:
         """Trained parameters by name."""
@@ -268,6 +275,11 @@ class RayPool:
             self._server, ready = self._start_server()
             self._errors_as_ours(lambda: self._ray.get(ready))
             self._ask("restore", snapshot)
+
+    def trainable(self) -> list[str]:
+        """What is trained."""
+        sentences: list[str] = self._ask("trainable")[1]
+        return sentences
 
     def export(self) -> Export:
         """Trained parameters by name."""

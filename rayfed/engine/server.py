@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,10 @@ class Context:
     def log(self, name: str, value: float) -> None:
         """Record a figure of this round."""
         self.figures[name] = value
+
+
+def _tower(name: str) -> str:
+    return next((t.replace("_", " ") for t in ("image_tower", "text_tower") if t in name), "space of both towers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,16 @@ class Server:
         shared, server = tensors.pop("shared"), tensors.pop("server")
         extras = {name.removeprefix("extra."): tensor for name, tensor in tensors.items()}
         self.state = ServerState(shared, server, extras, int(header["__metadata__"]["version"]))
+
+    def trainable(self) -> list[str]:
+        """One sentence per owner: how many parameters it has, and in which towers."""
+        sentences = []
+        for scope, flat in self.bench.parameters.items():
+            if flat.entries:
+                towers = Counter(_tower(entry.name) for entry in flat.entries)
+                places = ", ".join(f"{count} tensors in the {tower}" for tower, count in sorted(towers.items()))
+                sentences.append(f"{scope.value} {flat.data.numel():,} parameters ({places})")
+        return sentences
 
     def export(self) -> Export:
         """The trained parameters by name, and where the private ones lie in a client's flat tensor."""

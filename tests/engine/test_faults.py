@@ -114,7 +114,7 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     flags = out.parent / "flags"
     flags.mkdir()
     process = start(METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
-    wait_until(lambda: (out / "checkpoints" / "round_00001" / "manifest.json").exists(), process)
+    wait_for(out / "checkpoints" / "round_00001" / "manifest.json", process)
     time.sleep(0.3 if moment == "train" else 1.2)
     (server,) = [
         p for p in psutil.process_iter(["cmdline"]) if any("_ServerShell" in c for c in p.info["cmdline"] or [])
@@ -126,8 +126,8 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     assert_same_bits(whole, out)
 
 
-def wait_until(condition, process):
-    deadline = time.monotonic() + 120
-    while not condition():
+def wait_for(path, process):
+    deadline = time.monotonic() + 240
+    while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
