@@ -227,5 +227,16 @@ class _Run:
         return federation
 
 
+def command() -> int:
+    """Entry point of the process: as ``main``, in Python's UTF-8 mode whatever the locale.
+
+    Under a locale such as C, file names with other letters would otherwise be neither readable nor writable as text.
+    """
+    if sys.getfilesystemencoding().lower() not in {"utf-8", "utf8"}:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "rayfed.run", *sys.argv[1:]])
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -67,3 +67,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def out(tmp_path: Path) -> Path:
     """A results folder that does not exist yet, with a space and a letter that is not ASCII in its path."""
     return tmp_path / "réś ults"
+
+
+collect_ignore = [] if os.environ.get("RAYFED_REAL_DATA") else ["unit/test_real_data.py"]
+"""Tests on real files run where those files were asked for; they fail, not skip, if the files are missing then."""
