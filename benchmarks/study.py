@@ -65,11 +65,20 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 def lr_cells() -> list[Cell]:
     """Each trained method at five learning rates; the seed is none of those that results are reported for."""
     rates = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
-    return [
+    trained = [
         Cell(f"{method} lr {rate}", 100, (f"method={method}", f"train.lr={rate}", "eval.every=0"))
         for method in ("local", "fedlora", "fedglad")
         for rate in rates
     ]
+    distilled = [
+        Cell(
+            f"fedglad lr 1e-4 distill {rate}",
+            100,
+            ("method=fedglad", "train.lr=1e-4", f"method.distill_lr={rate}", "eval.every=0"),
+        )
+        for rate in ("1e-5", "5e-5", "5e-4")
+    ]
+    return [*trained, *distilled]
 
 
 def fedglad_cells() -> list[Cell]:

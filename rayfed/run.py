@@ -138,7 +138,7 @@ class _Run:
 
     def __init__(self, options: RunOptions, out: Path, started: float) -> None:
         self.options, self.out, self.started = options, out, started
-        self.num_actors, self.timing = 1, {}  # type: tuple[int, dict[str, Any]]
+        self.num_actors = 1
         self._check_resources()
 
     def _check_resources(self) -> None:
