@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,61 @@ class LoRABranch(Scoped):
     def added_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Return ``y`` [N, d_out] plus the update of ``x`` [N, d_in], in one fused product."""
         return torch.addmm(y, F.linear(x, self.a), self.b.t(), alpha=self.scale)
+
+
+Anchor = Literal["base", "global", "floor", "geomean"]
+VANISHING = 0.05
+"""RMS(private) / target below which the gradient of an aligned branch stops growing; healthy branches lie above."""
+
+
+def mix_branches(
+    base: Tensor,
+    shared: Tensor,
+    private: Tensor,
+    gate: Tensor | float,
+    *,
+    align: Anchor | None,
+    floor: float = 0.1,
+    eps: float = 1e-6,
+    detach: bool = True,
+) -> Tensor:
+    """Return y = b + g + m p' of ``base`` b, ``shared`` g, ``private`` p, all [B, *, d], and ``gate`` m in [0, 1].
+
+    Without ``align`` p' = p. With it p' = p tau / RMS(p), where tau is RMS(b) ("base", the paper's anchor), RMS(g)
+    ("global"), max(RMS(g), ``floor`` RMS(b)) ("floor") or the geometric mean of the two ("geomean"), and
+    RMS(z) = sqrt(mean z^2 + eps) per sample over every axis but the first. No gradient flows through tau, nor through
+    RMS(p) unless ``detach`` is False.
+
+    Source: FedSDG, fl/models/lora.py. Departures: the authors take the mean over the last two axes, which couples the
+    samples of a 2-D input; and where RMS(p) < 0.05 tau the gradient factor tau / RMS(p) of p stops at 20 (the value
+    does not), so that a vanishing branch neither explodes nor freezes.
+    """
+    if align is None:
+        return base + shared + gate * private
+    target = _target(base.detach(), shared.detach(), align, floor, eps)
+    scale = target / rms(private.detach() if detach else private, eps)
+    bounded = scale.clamp(max=1 / VANISHING)
+    aligned = private * bounded + (private * (scale - bounded)).detach()
+    return base + shared + gate * aligned
+
+
+def _target(base: Tensor, shared: Tensor, align: Anchor, floor: float, eps: float) -> Tensor:
+    if align == "base":
+        return rms(base, eps)
+    if align == "global":
+        return rms(shared, eps)
+    if align == "floor":
+        return torch.maximum(rms(shared, eps), floor * rms(base, eps))
+    if align == "geomean":
+        return (rms(shared, eps) * rms(base, eps)).sqrt()
+    raise ValueError(f"align={align!r} is no anchor: use None, 'base', 'global', 'floor' or 'geomean'.")
+
+
+def rms(z: Tensor, eps: float = 1e-6) -> Tensor:
+    """sqrt(mean z^2 + eps) of ``z`` [B, *] over every axis but the first, in at least float32: [B, 1, ...]."""
+    wide = z if z.dtype == torch.float64 else z.float()
+    each = (wide.flatten(1).square().mean(1) + eps).sqrt()
+    return each.view(-1, *([1] * (z.dim() - 1)))
 
 
 class AdaptedLinear(nn.Module):

@@ -28,7 +28,7 @@ from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
 from rayfed.messages import Broadcast, ClientFailure, Payload, Phase, RoundRef
-from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, View
+from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
 Predictions = npt.NDArray[np.int32]
@@ -97,6 +97,8 @@ class LocalJob:
     client_id: int
     round_index: int
     rounds: int
+    phase: str
+    task: TaskView
     train: Images
     proxy: Images
     options: TrainOptions
@@ -116,11 +118,13 @@ class LocalJob:
         groups: Sequence[Group],
         *,
         lr: float | None = None,
+        options: TrainOptions | None = None,
         gradient_rule: GradientRule | None = None,
         on_epoch: Callable[[int], None] | None = None,
     ) -> FitReport:
         """Train ``groups`` on the client's training images."""
-        options = self.options if lr is None else self.options.model_copy(update={"lr": lr})
+        options = self.options if options is None else options
+        options = options if lr is None else options.model_copy(update={"lr": lr})
         return self.bench.fit(options).run(
             self.train,
             objective,
@@ -217,6 +221,8 @@ class ClientWorker:
             client_id=job.client_id,
             round_index=self._round.round_index,
             rounds=self.options.rounds,
+            phase=job.phase.name,
+            task=self.bench.view,
             train=images,
             proxy=self._proxy,
             options=self.options.train,

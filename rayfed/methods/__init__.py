@@ -14,6 +14,7 @@ METHODS: dict[str, str] = {
     "local": "rayfed.methods.local:Local",
     "fedlora": "rayfed.methods.fedlora:FedLoRA",
     "fedglad": "rayfed.methods.fedglad:FedGLAD",
+    "fedsdg": "rayfed.methods.fedsdg:FedSDG",
 }
 """Name -> module:class. Strings, so that names are known before torch is imported."""
 

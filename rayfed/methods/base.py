@@ -103,6 +103,9 @@ class ClientJob(Protocol):
     client_id: int
     round_index: int
     rounds: int
+    phase: str
+    """Name of the phase."""
+    task: TaskView
     train: Images
     proxy: Images
     options: TrainOptions
@@ -122,10 +125,14 @@ class ClientJob(Protocol):
         groups: Sequence[Group],
         *,
         lr: float | None = None,
+        options: TrainOptions | None = None,
         gradient_rule: GradientRule | None = None,
         on_epoch: Callable[[int], None] | None = None,
     ) -> FitReport:
-        """Train the groups on ``train`` with a fresh optimiser, by the run's train.* options."""
+        """Train the groups on ``train`` with a fresh optimiser, by the run's train.* options.
+
+        ``options`` replaces them for this fit (a phase trained otherwise), ``lr`` the learning rate alone.
+        """
         ...
 
 

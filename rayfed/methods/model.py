@@ -42,9 +42,10 @@ class AdaptedModel(nn.Module):
         return values.to(self._tokens.device)
 
     def image_features(self, images: Tensor, *branches: str, gated: bool = False) -> Tensor:
-        """Normalised features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting."""
+        """Features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting; normalised if class texts classify."""
         with self.switch.use(*branches, gated=gated):
-            return F.normalize(self.backbone.encode_image(images), dim=-1)
+            features = self.backbone.encode_image(images)
+        return F.normalize(features, dim=-1) if self.backbone.has_text else features
 
     def text_features(self, *branches: str) -> Tensor:
         """Normalised class text features [C, D] with ``branches`` acting."""
