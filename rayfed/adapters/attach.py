@@ -21,7 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "out": ("*.out_proj", "*.attn.proj"),
     "fc1": ("*.c_fc", "*.fc1"),
     "fc2": ("*.mlp.c_proj", "*.fc2"),
-    "proj": ("image_tower.proj", "text_tower.text_projection"),
+    "proj": ("*_tower.proj",),
     "all": ("*",),
 }
 """Short target names, and the module paths they stand for in open_clip and timm towers."""

@@ -155,8 +155,3 @@ class AdaptedLinear(nn.Module):
             assert isinstance(branch, LoRABranch)
             y = branch.added_to(y, x)
         return y.view(shape)
-
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        """Stand in for a projection matrix that a tower applies as ``x @ proj``."""
-        y: Tensor = self(x)
-        return y

@@ -22,7 +22,7 @@ from rayfed.backbones.attention import fused_state_dict, split_attention
 from rayfed.backbones.base import Backbone, Preprocessing, Tokenizer
 from rayfed.backbones.files import read_weights, write_weights
 from rayfed.backbones.hub import impatient_hub
-from rayfed.backbones.projection import expose_projections, matrix_state_dict
+from rayfed.backbones.projection import expose_projection, original_state_dict
 from rayfed.errors import BackboneError
 from rayfed.rng import derive_seed
 
@@ -110,8 +110,8 @@ def save_backbone(backbone: Backbone, path: str | Path) -> None:
         return
     # open_clip keeps the text tower of a plain CLIP at the root and that of every other model under "text.".
     prefix = "text." if _is_custom_text(backbone.settings["config"]) else ""
-    image = matrix_state_dict(backbone.image_tower, image)
-    text = matrix_state_dict(backbone.text_tower, fused_state_dict(backbone.text_tower))
+    image = original_state_dict(backbone.image_tower, image)
+    text = original_state_dict(backbone.text_tower, fused_state_dict(backbone.text_tower))
     state = {f"visual.{key}": value for key, value in image.items()}
     state.update({f"{prefix}{key}": value for key, value in text.items()})
     write_weights(path, {**state, **backbone.extras}, backbone.settings)
@@ -260,9 +260,8 @@ def _wrap(
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
 ) -> Backbone:
-    for tower in (model.visual, model.text):
-        split_attention(tower)
-        expose_projections(tower)
+    split_attention(model.visual)
+    split_attention(model.text)
     size = _square(name, model.visual.image_size)
     plain = deepcopy(dict(config))
     settings = {"kind": "clip", "name": name, "config": plain, "image_size": size, "mean": [*mean], "std": [*std]}
@@ -271,11 +270,11 @@ def _wrap(
         extras["logit_bias"] = model.logit_bias
     return Backbone(
         name,
-        model.visual,
+        expose_projection(model.visual),
         embed_dim=int(config["embed_dim"]),
         preprocessing=Preprocessing(size, mean, std),
         settings=settings,
-        text_tower=model.text,
+        text_tower=expose_projection(model.text),
         tokenizer=tokenizer,
         context_length=int(config["text_cfg"].get("context_length", 77)),
         extras=extras,

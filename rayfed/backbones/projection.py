@@ -6,38 +6,40 @@ import torch
 from torch import Tensor, nn
 
 PROJECTIONS = ("proj", "text_projection")
-"""Names under which open_clip's towers keep a projection matrix that they apply as ``x @ matrix``."""
+"""Names under which open_clip's towers keep a projection matrix [d_in, D] that they apply as ``x @ matrix``."""
 
 
-class Projection(nn.Linear):
-    """A bias-free linear layer that stands where a tower expects a matrix [d_in, d_out]."""
+class ProjectedTower(nn.Module):
+    """A tower without its output projection (``trunk``), and the projection as a linear layer (``proj``)."""
 
-    @classmethod
-    def from_matrix(cls, matrix: Tensor) -> Projection:
-        """The layer x -> x @ ``matrix``."""
+    def __init__(self, trunk: nn.Module, name: str, matrix: Tensor) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.matrix_name = name
         with torch.device("meta"):
-            layer = cls(matrix.shape[0], matrix.shape[1], bias=False)
-        layer.weight = nn.Parameter(matrix.detach().t().contiguous(), requires_grad=False)
-        return layer
+            self.proj = nn.Linear(matrix.shape[0], matrix.shape[1], bias=False)
+        self.proj.weight = nn.Parameter(matrix.detach().t().contiguous(), requires_grad=False)
 
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        """``x @ self``."""
-        out: Tensor = self(x)
-        return out
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, D] of what the trunk takes."""
+        y: Tensor = self.proj(self.trunk(x))
+        return y
 
 
-def expose_projections(tower: nn.Module) -> None:
-    """Replace the projection matrices kept directly in ``tower`` by ``Projection`` layers of the same function."""
+def expose_projection(tower: nn.Module) -> nn.Module:
+    """Return ``tower`` with its projection matrix, if it keeps one, as a layer beside it; same function."""
     for name in PROJECTIONS:
         matrix = getattr(tower, name, None)
         if isinstance(matrix, nn.Parameter):
-            delattr(tower, name)
-            setattr(tower, name, Projection.from_matrix(matrix))
+            setattr(tower, name, None)
+            return ProjectedTower(tower, name, matrix)
+    return tower
 
 
-def matrix_state_dict(tower: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give the projections in ``state`` (of ``tower``) back the keys and orientation they had in the original."""
-    for name in PROJECTIONS:
-        if isinstance(getattr(tower, name, None), Projection):
-            state[name] = state.pop(f"{name}.weight").t().contiguous()
-    return state
+def original_state_dict(tower: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give ``state`` (of ``tower``) back the keys and orientation it had before ``expose_projection``."""
+    if not isinstance(tower, ProjectedTower):
+        return state
+    matrix = state["proj.weight"].t().contiguous()
+    trunk = {key.removeprefix("trunk."): value for key, value in state.items() if key.startswith("trunk.")}
+    return {tower.matrix_name: matrix, **trunk}

@@ -76,8 +76,9 @@ def adamw(
 
 
 def short(name: str) -> str:
-    """``backbone.image_tower.X.branches.global.a`` -> ``X.a`` in open_clip's names."""
-    layer, _, factor = name.removeprefix("backbone.image_tower.").rpartition(".")
+    """``backbone.image_tower.trunk.X.branches.global.a`` -> ``X.a`` in open_clip's names."""
+    inner = name.removeprefix("backbone.image_tower.").removeprefix("trunk.")
+    layer, _, factor = inner.rpartition(".")
     return f"{layer.rpartition('.branches.')[0]}.{factor}"
 
 
