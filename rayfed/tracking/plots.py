@@ -34,6 +34,7 @@ def draw_all(
     ]
     if any(r["clients"] or r["server"] for r in history):
         drawn.append(_save(out, "training.png", lambda: training(history)))
+    drawn += [_save(out, f"{name}.png", lambda p=panels: heatmaps(p)) for name, panels in cells(history).items()]
     return drawn
 
 
@@ -134,7 +135,8 @@ def training(history: Sequence[Mapping[str, Any]]) -> Figure:
     series: dict[str, list[tuple[int, float]]] = {}
     for record in history:
         for name, value in {**record["clients"], **record["server"]}.items():
-            series.setdefault(name, []).append((record["round"] + 1, value))
+            if name.count("/") < 2:
+                series.setdefault(name, []).append((record["round"] + 1, value))
     losses = {n: v for n, v in series.items() if n.startswith("loss_")}
     others = {n: v for n, v in series.items() if n not in losses}
     panels = [
@@ -148,6 +150,39 @@ def training(history: Sequence[Mapping[str, Any]]) -> Figure:
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
         place.grid(alpha=0.3)
         place.legend(frameon=False)
+    return figure
+
+
+Cells = dict[str, dict[str, dict[int, float]]]
+
+
+def cells(history: Sequence[Mapping[str, Any]]) -> dict[str, Cells]:
+    """Figures named ``picture/panel/row``, as ``{picture: {panel: {row: {round: value}}}}``."""
+    found: dict[str, Cells] = {}
+    for record in history:
+        for name, value in {**record["clients"], **record["server"]}.items():
+            if name.count("/") == 2:
+                picture, panel, row = name.split("/")
+                rows = found.setdefault(picture, {}).setdefault(panel, {})
+                rows.setdefault(row, {})[record["round"] + 1] = value
+    return found
+
+
+def heatmaps(panels: Cells) -> Figure:
+    """One heatmap a panel, rows in order of their names and rounds across; all panels share one colour scale."""
+    values = [v for rows in panels.values() for row in rows.values() for v in row.values()]
+    names = sorted({name for rows in panels.values() for name in rows})
+    last = max(index for rows in panels.values() for row in rows.values() for index in row)
+    figure, axes = _axes(2 + 3.5 * len(panels), min(14, 1.5 + 0.28 * len(names)), len(panels))
+    for place, (panel, rows) in zip(axes, sorted(panels.items()), strict=True):
+        grid = [[rows.get(name, {}).get(index, np.nan) for index in range(1, last + 1)] for name in names]
+        extent = (0.5, last + 0.5, len(names) - 0.5, -0.5)
+        shown = np.ma.masked_invalid(np.array(grid, dtype=float))
+        image = place.imshow(shown, aspect="auto", extent=extent, vmin=min(values), vmax=max(values), cmap="viridis")
+        place.set_yticks(range(len(names)), names, fontsize=7)
+        place.set(xlabel="round", title=panel)
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, fraction=0.04)
     return figure
 
 

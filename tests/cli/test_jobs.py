@@ -74,9 +74,7 @@ def checkout(tmp_path_factory):
     """An ordinary checkout: tracked files, a large .git, data beside it."""
     folder = tmp_path_factory.mktemp("checkout") / "ray fed"
     folder.mkdir()
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, tracked.stdout.split("\n")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
@@ -87,9 +85,7 @@ def checkout(tmp_path_factory):
 
 
 def test_submitted_job_succeeds_and_its_results_outlive_it(cluster, checkout, tmp_path):
-    done = submit(
-        cluster, checkout, "method=fedglad", "out=results/é x", "data.template=a photo of a {}, of course.", *FAST
-    )
+    done = submit(cluster, checkout, "method=fedglad", "out=results/é x", "data.template=a photo of a {}, of course.", *FAST)
     text = done.stdout + done.stderr
     assert done.returncode == 0 and "succeeded" in text, text[-3000:]
     out = Path(cluster["RAYFED_HOME"]) / "results" / "é x"

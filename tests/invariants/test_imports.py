@@ -70,9 +70,7 @@ def test_arrows_point_one_way(file):
     assert not used - allowed, (file, used - allowed)
 
 
-@pytest.mark.parametrize(
-    "folder", ["methods", "adapters", "aggregation", "backbones", "data", "conf", "metrics", "comms"]
-)
+@pytest.mark.parametrize("folder", ["methods", "adapters", "aggregation", "backbones", "data", "conf", "metrics", "comms"])
 def test_ray_and_mlflow_are_for_engine_and_tracking_only(folder):
     for file in (PACKAGE / folder).rglob("*.py"):
         assert not {m.split(".")[0] for m in imported(file)} & {"ray", "mlflow"}, file
@@ -147,9 +145,7 @@ def test_documents_speak_only_of_the_project():
     import re
 
     pattern = re.compile(r"(^|[^\w.])/(work|farm)/|py" + r"pi\.org|npm" + r"js\.org")
-    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split(
-        "\n"
-    )
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split("\n")
     texts = [ROOT / f for f in tracked if f.endswith((".py", ".md", ".toml", ".yaml", ".yml", ".json", "Makefile"))]
     assert len(texts) > 50
     wrong = [str(f) for f in texts if f.exists() and pattern.search(f.read_text(encoding="utf-8"))]
