@@ -51,7 +51,8 @@ def parse_options(words: Sequence[str]) -> RunOptions:
     layers = [_data_defaults(chosen), _profile(schema, chosen), _partition_file(chosen), saved, typed]
     merged: Values = {key: value for layer in layers for key, value in layer.items()}
     options = _validate(schema, merged)
-    if problems := [*options.method.problems(), *contradictions(options)]:
+    method = options.method
+    if problems := [*method.problems(), *method.run_problems(options.rounds), *contradictions(options)]:
         raise OptionError("\n".join(problems))
     return options
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,16 +26,33 @@ class Switch:
     def __init__(self) -> None:
         self.active: tuple[str, ...] = ()
         self.gated = False
+        self.drop: Dropout | None = None
 
     @contextmanager
-    def use(self, *branches: str, gated: bool = False) -> Iterator[None]:
-        """Let ``branches`` add their updates inside the block; ``gated`` weighs the two of them by the layer gate."""
-        before = self.active, self.gated
-        self.active, self.gated = branches, gated
+    def use(self, *branches: str, gated: bool = False, drop: Dropout | None = None) -> Iterator[None]:
+        """Let ``branches`` add their updates inside the block.
+
+        ``gated`` weighs the two of them by the layer gate; ``drop`` drops inputs of the branches.
+        """
+        before = self.active, self.gated, self.drop
+        self.active, self.gated, self.drop = branches, gated, drop
         try:
             yield
         finally:
-            self.active, self.gated = before
+            self.active, self.gated, self.drop = before
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Zeroes a share ``rate`` in [0, 1) of a tensor's entries and scales up the rest; draws from a CPU generator."""
+
+    rate: float
+    generator: torch.Generator
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` with entries dropped, same shape."""
+        kept = torch.rand(x.shape, generator=self.generator) >= self.rate
+        return x * kept.to(x.device) / (1 - self.rate)
 
 
 class LoRABranch(Scoped):
@@ -149,6 +167,8 @@ class AdaptedLinear(nn.Module):
             weight = self.gate(x)
             mixed: Tensor = y + weight * first + (1 - weight) * second
             return mixed
+        if self._switch.drop is not None:
+            x = self._switch.drop(x)
         shape, y, x = y.shape, y.flatten(0, -2), x.flatten(0, -2)
         for name in active:
             branch = self.branches[name]

@@ -34,6 +34,10 @@ class MethodOptions(Frozen):
         """Contradictions inside the group, one sentence each."""
         return []
 
+    def run_problems(self, rounds: int) -> list[str]:
+        """Contradictions with the run of ``rounds`` rounds, one sentence each."""
+        return []
+
     def uses_proxy(self) -> bool:
         """Whether this configuration needs the server's public proxy images."""
         return self.needs_proxy

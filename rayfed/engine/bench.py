@@ -23,6 +23,7 @@ from rayfed.engine.images import ArrayImages
 from rayfed.errors import ResourceError
 from rayfed.methods import make_method
 from rayfed.methods.base import AnyMethod, TaskView
+from rayfed.metrics.groups import class_groups
 from rayfed.rng import derive_seed
 
 
@@ -96,7 +97,9 @@ class Bench:
 
 def task_view(task: Task) -> TaskView:
     """What a method may know of ``task``."""
-    return TaskView(task.classes, task.template, len(task.proxy.labels))
+    held = np.concatenate([task.train.labels[client.train] for client in task.clients])
+    counts = np.bincount(held, minlength=len(task.classes)).tolist()
+    return TaskView(task.classes, task.template, len(task.proxy.labels), tuple(counts), class_groups(counts))
 
 
 def pick_device(gpu_share: float) -> torch.device:

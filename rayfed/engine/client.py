@@ -204,7 +204,7 @@ class ClientWorker:
         count = result.report.examples if result.report.steps else 0
         self._refuse_bad(job.phase, payload, count)
         self._refuse_bad_private()
-        scored = self._score_trained(job.client_id) if job.score else None
+        scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
         metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
         size = codec.encoded_size(payload)
@@ -259,7 +259,7 @@ class ClientWorker:
 
     def _stage(self, job: TrainJob, state: ClientState) -> StateRef | None:
         assert self._round is not None
-        if not state.private.numel() and not state.extras:
+        if not job.phase.private or (not state.private.numel() and not state.extras):
             return None
         return self._store.stage(job.client_id, f"r{self._round.round_index:05d}-{job.phase.name}", state)
 
@@ -278,11 +278,12 @@ class ClientWorker:
 
     # Prediction
 
-    def _score_trained(self, client_id: int) -> Predictions:
-        """Test predictions of the personal model as the client step left it."""
+    def _score_trained(self, job: TrainJob) -> Predictions:
+        """Test predictions of the client's model as the client step left it: personal once it has private state."""
+        view: View = "personal" if job.phase.private or job.private is not None else "global"
         trained_text = self.bench.text_owners & {Scope.SHARED, Scope.PRIVATE}
         classes = self.bench.class_features() if trained_text else self._class_features(None)
-        return self._classify(self._client_images("test", client_id), "personal", classes)
+        return self._classify(self._client_images("test", job.client_id), view, classes)
 
     def _predict_one(self, job: PredictJob) -> Predictions:
         if job.part == "stretch":

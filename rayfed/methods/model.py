@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayfed.adapters.attach import Branch, attach_lora
-from rayfed.adapters.lora import Switch
+from rayfed.adapters.lora import Dropout, Switch
 from rayfed.adapters.scope import Scope, ScopedLinear
 from rayfed.backbones.base import Backbone
 from rayfed.backbones.text import class_texts
@@ -41,9 +41,11 @@ class AdaptedModel(nn.Module):
         """``values`` on the device of the model."""
         return values.to(self._tokens.device)
 
-    def image_features(self, images: Tensor, *branches: str, gated: bool = False) -> Tensor:
+    def image_features(
+        self, images: Tensor, *branches: str, gated: bool = False, drop: Dropout | None = None
+    ) -> Tensor:
         """Features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting; normalised if class texts classify."""
-        with self.switch.use(*branches, gated=gated):
+        with self.switch.use(*branches, gated=gated, drop=drop):
             features = self.backbone.encode_image(images)
         return F.normalize(features, dim=-1) if self.backbone.has_text else features
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def draw_all(
     ]
     if any(r["clients"] or r["server"] for r in history):
         drawn.append(_save(out, "training.png", lambda: training(history)))
-    drawn += [_save(out, f"{name}.png", lambda p=panels: heatmaps(p)) for name, panels in cells(history).items()]
+    drawn += [_save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
     return drawn
 
 
