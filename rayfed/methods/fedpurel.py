@@ -126,7 +126,7 @@ class FedPuReL(Method[Options]):
         purify_phase = Phase("purify", private=False)
         if self.config.schedule == "interleaved":
             return (purify_phase, Phase("personalize", cohort="same", uploads=False))
-        if round_index < rounds - self.config.personal_rounds:
+        if round_index < rounds - self.config.personal_of(rounds):
             return (purify_phase,)
         return (Phase("personalize", uploads=False),)
 
@@ -153,7 +153,7 @@ class FedPuReL(Method[Options]):
         def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
             assert isinstance(net, Residual)
             logits = net.branch("global", batch, drop=drop)
-            terms = {"task": F.cross_entropy(logits, batch.labels)}
+            terms = {"ce": F.cross_entropy(logits, batch.labels)}
             if self.config.purify != "none":
                 terms["align"] = distance(logits, net.zero_shot(batch))
             return terms
@@ -257,8 +257,9 @@ def temperature_aligned_kl(student: Tensor, teacher: Tensor, *, reduction: str =
     """TKL(teacher || student) of logits [B, C]: KL of softmax(teacher / tau_t) against softmax(student / tau_s).
 
     The temperatures bring both entropies to their mean (``solve_temperatures``) and carry no gradient, nor does the
-    teacher. Probabilities below 1e-12 count as 1e-12, which caps the value at 27.63. ``reduction`` is "mean" over the
-    batch or "none", which gives [B]. Source: trainers/purelPromptGP.py.
+    teacher. Probabilities below 1e-12 count as 1e-12, which caps the value at 27.63 and, as with the authors, lets no
+    gradient through there. ``reduction`` is "mean" over the batch or "none", which gives [B]. Source:
+    trainers/purelPromptGP.py.
 
     Raises:
         ValueError: shapes differ or are not [B, C] with C > 1, or a logit is not finite (a masked class: leave it out
@@ -400,8 +401,8 @@ class Purifier:
         self.sums: Tensor | None = None
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Merge the flat gradients "task" and "align" [G]."""
-        task, align = gradients["task"], gradients["align"]
+        """Merge the flat gradients of the terms "ce" and "align" [G]."""
+        task, align = gradients["ce"], gradients["align"]
         split = (task.split(self.sizes), align.split(self.sizes))
         merged = torch.cat(purify(*split, strength=self.strength, per_tensor=self.per_tensor))
         self._note(task, align, merged)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rayfed.conf.options import Count, LoRAOptions, NonNegative, Positive
+from rayfed.conf.options import Auto, Count, LoRAOptions, NonNegative, Positive
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -31,8 +31,8 @@ class Options(LoRAOptions):
     """kind=lora: share of the branches' inputs dropped while training."""
     schedule: Literal["two_stage", "interleaved"] = "two_stage"
     """two_stage: global rounds, then personal ones (paper); interleaved: both in every round (authors)."""
-    personal_rounds: Count = 10
-    """schedule=two_stage: the last so many of `rounds` are personal."""
+    personal_rounds: Count | Auto = "auto"
+    """schedule=two_stage: the last so many of `rounds` are personal; auto: a fifth of them, of two or more one."""
     alignment: Literal["tkl", "kl", "soft_ce"] = "tkl"
     """Distance to zero-shot: temperature-aligned KL, plain KL, or soft cross-entropy (authors, for kind=adapter)."""
     purify: Literal["vector", "tensor", "none"] = "vector"
@@ -54,9 +54,15 @@ class Options(LoRAOptions):
             return []
         return [f"method.towers={self.towers}: choose what is adapted by method.kind; leave method.towers at vision."]
 
+    def personal_of(self, rounds: int) -> int:
+        """How many of ``rounds`` are personal in the two-stage schedule."""
+        if self.personal_rounds != "auto":
+            return self.personal_rounds
+        return max(rounds // 5, 1) if rounds > 1 else 0
+
     def run_problems(self, rounds: int) -> list[str]:
         """Contradictions with the run."""
-        if self.schedule == "interleaved" or self.personal_rounds < rounds:
+        if self.schedule == "interleaved" or self.personal_rounds == "auto" or self.personal_rounds < rounds:
             return []
         return [
             f"method.personal_rounds={self.personal_rounds} leaves none of rounds={rounds} to global training: "
@@ -73,7 +79,6 @@ PROFILES: dict[str, dict[str, Any]] = {
         "train.clip_norm": 0.0,
         "rounds": 10,
         "clients.n": 10,
-        "method.personal_rounds": 2,
         "method.targets": ("fc1", "fc2"),
         "method.scaling": "rank",
         "method.dropout": 0.0,
