@@ -100,6 +100,12 @@ class PartitionOptions(Frozen):
     """JSON file with the indices of every client (partition=file)."""
     max_draws: Count = 1000
     """Draws tried before a partition is refused."""
+    long_tail: Positive | None = None
+    """Imbalance of the training classes: largest over smallest (100), or the same as a factor (0.01); none: as is."""
+    long_tail_order: tuple[str, ...] = ("label",)
+    """Classes from largest to smallest: label (by number), shuffled (by the seed), or all class numbers."""
+    long_tail_min: Annotated[int, Field(ge=0)] = 0
+    """Fewest images a class keeps; 1 never leaves one empty."""
 
 
 class BackboneOptions(Frozen):

@@ -97,8 +97,7 @@ class Bench:
 
 def task_view(task: Task) -> TaskView:
     """What a method may know of ``task``."""
-    held = np.concatenate([task.train.labels[client.train] for client in task.clients])
-    counts = np.bincount(held, minlength=len(task.classes)).tolist()
+    counts = task.train_counts()
     return TaskView(task.classes, task.template, len(task.proxy.labels), tuple(counts), class_groups(counts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,13 +65,20 @@ class AdaptedModel(nn.Module):
 
 
 class SingleLoRA(AdaptedModel):
-    """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower."""
+    """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower.
+
+    ``log_prior`` [C] is the log share of each class in all training images (an absent class counts as one image).
+    """
+
+    log_prior: Tensor
 
     def __init__(self, backbone: Backbone, task: TaskView, config: LoRAOptions, scope: Scope) -> None:
         super().__init__(backbone, task)
         self.attach(config, Branch("lora", scope, config.rank, config.alpha))
         if not backbone.has_text:
             self.head = ScopedLinear(backbone.embed_dim, len(task.classes), scope)
+        counts = torch.tensor(task.counts or [1] * len(task.classes)).clamp(min=1)
+        self.register_buffer("log_prior", (counts / counts.sum()).log(), persistent=False)
 
     def class_features(self) -> Tensor | None:
         """[C, D] with the LoRA acting on the text tower, if it is attached there."""

@@ -35,6 +35,8 @@ def draw_all(
     ]
     if any(r["clients"] or r["server"] for r in history):
         drawn.append(_save(out, "training.png", lambda: training(history)))
+    if any(e["global"].get("few") is not None for _, e in evaluated):
+        drawn.append(_save(out, "balance.png", lambda: by_class_size(evaluated)))
     drawn += [_save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
     return drawn
 
@@ -84,6 +86,24 @@ def accuracy(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    return figure
+
+
+def by_class_size(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
+    """Accuracy by round of classes with many, medium and few training images, one panel a group."""
+    groups = ("many", "medium", "few")
+    figure, axes = _axes(11, 3.8, len(groups))
+    rounds = [index for index, _ in evaluated]
+    for place, group in zip(axes, groups, strict=True):
+        for view, label, colour in VIEWS:
+            values = [_percent(e[view].get(group)) for _, e in evaluated]
+            if not np.isnan(values).all():
+                style = "--" if view == "zero_shot" else "-"
+                place.plot(rounds, values, color=colour, label=label, linestyle=style, marker="o", markersize=3)
+        place.set(xlabel="round", title=f"classes with {group} images", ylabel="accuracy (%)")
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
+        place.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
     return figure
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rayfed.conf.options import LoRAOptions
+from rayfed.conf.options import LoRAOptions, NonNegative
 
 
 class Options(LoRAOptions):
     """Shared LoRA (and linear head, for a backbone without a text tower)."""
 
     name: Literal["fedlora"] = "fedlora"
+    logit_adjustment: NonNegative = 0.0
+    """Post hoc: take this many times the log share of each class in all training images from the logits (1 usual)."""
 
 
 PROFILES: dict[str, dict[str, Any]] = {
