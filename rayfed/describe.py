@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from rayfed import config
 from rayfed.backbones import names
 from rayfed.conf.options import RunOptions
 from rayfed.methods import METHODS
+
+BACKBONE_KINDS = {"tiny": "embedded", "clip": "CLIP (open_clip)", "vit": "ViT (timm), classified by a linear head"}
 
 
 def option_help(words: Sequence[str]) -> str:
@@ -31,8 +34,8 @@ def listing() -> str:
     lines += [f"  {name}" for name in config.DATA_DEFAULTS]
     lines += ["", "backbones:"]
     for kind, members in known.items():
-        shown = ", ".join(members[:8]) + (f", ... ({len(members)} in all)" if len(members) > 8 else "")
-        lines.append(f"  {kind}: {shown}")
+        text = textwrap.fill(", ".join(members), 108, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        lines += [f"  {BACKBONE_KINDS[kind]}:", text]
     return "\n".join(lines)
 
 

@@ -106,13 +106,13 @@ def execute(options: RunOptions, out: Path) -> int:
     """Run the experiment that ``options`` describe; results go to ``out``."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     started = time.perf_counter()
-    previous = signal.signal(signal.SIGTERM, _terminate)
-    connected = False
+    previous, connected = signal.getsignal(signal.SIGTERM), False
     try:
         if options.engine.pool == "ray":
             from rayfed.engine.resources import connect
 
             connected = connect(options)
+        signal.signal(signal.SIGTERM, _terminate)  # after connecting: Ray installs a handler of its own
         return _Run(options, out, started).play()
     finally:
         if connected:

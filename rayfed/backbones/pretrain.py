@@ -68,9 +68,6 @@ class Options(BaseModel):
     """Folder for everything written; made if needed."""
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=2000, ge=1)
-    """Length of the learning rate's one cycle."""
-    stop: int = Field(default=1500, ge=1)
-    """Step to end at, where that is before the cycle's end: a model that is not trained out leaves room to adapt."""
     shape_images: int = Field(default=120, ge=1, le=288)
     """Shape images a step, each of another (class, domain)."""
     fashion_images: int = Field(default=72, ge=1)
@@ -312,12 +309,11 @@ def pretrain(options: Options) -> dict[str, Any]:
     np.save(options.out / "hashes.npy", trainer.sources.hashes, allow_pickle=False)
     losses: list[float] = []
     result: dict[str, Any] = {}
-    last = min(options.stop, options.steps)
-    for step in range(1, last + 1):
+    for step in range(1, options.steps + 1):
         losses.append(trainer.step(step))
         if step % 50 == 0:
             _log(options.out, {"step": step, "loss": float(np.mean(losses[-50:])), "s": time.perf_counter() - started})
-        if step % options.report_every == 0 or step == last:
+        if step % options.report_every == 0 or step == options.steps:
             result = measure(trainer.model)
             _log(options.out, {"step": step, "logit_scale": float(trainer.model.logit_scale.exp().item()), **result})
             save_weights(trainer.model, options.out / f"checkpoint-{step}.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,8 @@ def connect(options: RunOptions) -> bool:
         import ray
     except ImportError as error:
         raise ResourceError(
-            "engine.pool=ray but Ray is not installed: pip install 'ray[default]', or engine.pool=local."
+            f"engine.pool=ray but {sys.executable} has no Ray: pip install 'ray[default]' there, use the Python that has "
+            "it (activate its environment before `ray start`), or set engine.pool=local."
         ) from error
     if ray.is_initialized():
         return False

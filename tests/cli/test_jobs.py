@@ -32,7 +32,8 @@ def cluster(tmp_path_factory):
     port, dashboard = free_port(), free_port()
     environment = {
         **{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
-        "RAY_AUTH_MODE": "token", "HOME": str(home), "RAYFED_HOME": str(home / "rayfed"), "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "token", "HOME": str(home), "RAYFED_HOME": str(home / "rayfed"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
         "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
     }  # fmt: skip
     token = home / ".ray"
