@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from rayfed.data import build_task_from_options
 from rayfed.engine.bench import task_view
 from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
 from rayfed.engine.server import Server
@@ -37,9 +38,15 @@ def play(options, task, folder, groups):
     return safetensors.torch.load(server.snapshot()), states
 
 
+@pytest.fixture(scope="module")
+def few(small):
+    """A task of one image a class."""
+    return build_task_from_options(small("method=fedlora", "data.shots=1"))
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_same_bits_in_any_grouping(small, task, tmp_path, name):
-    options = small(*RUNS[name], "train.epochs=1", "data.shots=1")
+def test_same_bits_in_any_grouping(small, few, tmp_path, name):
+    options, task = small(*RUNS[name], "train.epochs=1", "data.shots=1"), few
     first, private = play(options, task, tmp_path / "a", [(0, 1, 2)])
     second, others = play(options, task, tmp_path / "b", [(2, 0), (1,)])
     assert first.keys() == second.keys() and private.keys() == others.keys() == {0, 1, 2}
