@@ -34,7 +34,9 @@ def listing() -> str:
     lines += [f"  {name}" for name in config.DATA_DEFAULTS]
     lines += ["", "backbones:"]
     for kind, members in known.items():
-        text = textwrap.fill(", ".join(members), 108, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        text = textwrap.fill(
+            ", ".join(members), 108, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
         lines += [f"  {BACKBONE_KINDS[kind]}:", text]
     return "\n".join(lines)
 

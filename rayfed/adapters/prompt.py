@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rayfed.adapters.lora import Switch
 from rayfed.adapters.scope import Scope, Scoped
-from rayfed.backbones.base import Backbone
 from rayfed.errors import AdapterError
 
 
@@ -46,16 +45,15 @@ class PromptedEmbedding(nn.Module):
         return x
 
 
-def attach_prompts(backbone: Backbone, switch: Switch, owners: Mapping[str, Scope], *, length: int) -> None:
-    """Give the text tower prompts of ``length`` vectors, one for each name in ``owners``.
+def attach_prompts(tower: nn.Module | None, switch: Switch, owners: Mapping[str, Scope], *, length: int) -> None:
+    """Give a text ``tower`` prompts of ``length`` vectors, one for each name in ``owners``.
 
     Raises AdapterError if the tower keeps no plain token embedding where a prompt could go in.
     """
-    tower = backbone.text_tower
     found = [n for n, m in (tower.named_modules() if tower else ()) if n.split(".")[-1] == "token_embedding"]
     if tower is None or not found:
         raise AdapterError(
-            f"backbone {backbone.name!r} has no text tower with a plain token embedding for a prompt: "
+            "the backbone has no text tower with a plain token embedding for a prompt: "
             "use an open_clip model with its own text transformer (such as ViT-B-16), or another kind of adapter."
         )
     parent_name, _, leaf = found[0].rpartition(".")
@@ -66,13 +64,15 @@ def attach_prompts(backbone: Backbone, switch: Switch, owners: Mapping[str, Scop
     setattr(parent, leaf, PromptedEmbedding(base, switch, prompts))
 
 
-def prompt_tokens(backbone: Backbone, names: Sequence[str], length: int) -> Tensor:
+def prompt_tokens(tokenize: Callable[[Sequence[str]], Tensor], names: Sequence[str], length: int) -> Tensor:
     """Token rows [C, T] of "{name}." with ``length`` places for a prompt after the start token.
+
+    ``tokenize`` turns texts into rows [N, T].
 
     Raises AdapterError where a name and the prompt do not fit into a row together.
     """
-    rows = backbone.tokenize([f"{name.replace('_', ' ')}." for name in names])
-    filler = backbone.tokenize(["x"])[0]
+    rows = tokenize([f"{name.replace('_', ' ')}." for name in names])
+    filler = tokenize(["x"])[0]
     padding, tail = filler[-1], rows[:, rows.shape[1] - length :]
     long = (tail != padding).any(1).nonzero().flatten().tolist()
     if long:

@@ -71,8 +71,8 @@ class Residual(AdaptedModel):
         self.kind = config.kind
         self._zero_shot: Tensor | None = None
         if config.kind == "prompt":
-            attach_prompts(backbone, self.switch, OWNERS, length=config.context)
-            tokens = prompt_tokens(backbone, task.classes, config.context)
+            attach_prompts(backbone.text_tower, self.switch, OWNERS, length=config.context)
+            tokens = prompt_tokens(backbone.tokenize, task.classes, config.context)
             self.register_buffer("_prompt_tokens", tokens, persistent=False)
         elif config.kind == "lora":
             alpha = config.alpha * (config.rank**0.5 if config.scaling == "sqrt_rank" else 1.0)
