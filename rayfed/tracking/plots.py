@@ -152,25 +152,33 @@ def partition(task: Task) -> Figure:
 
 
 def training(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Losses and whatever figures the method's clients and server report, by round."""
+    """Losses in one panel, and a panel for each figure of the method, with the extremes over clients beside it."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in history:
         for name, value in {**record["clients"], **record["server"]}.items():
             if name.count("/") < 2:
                 series.setdefault(name, []).append((record["round"] + 1, value))
-    losses = {n: v for n, v in series.items() if n.startswith("loss_")}
-    others = {n: v for n, v in series.items() if n not in losses}
-    panels = [
-        (title, group) for title, group in (("Local loss terms", losses), ("Figures of the method", others)) if group
-    ]
-    figure, axes = _axes(5.5 * len(panels), 3.8, len(panels))
-    for place, (title, group) in zip(axes, panels, strict=True):
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, values in series.items():
+        title = "local loss terms" if name.startswith("loss_") else name
+        for suffix in ("_min", "_max", "_many", "_medium", "_few"):
+            title = title.removesuffix(suffix)
+        panels.setdefault(title, {})[name.removeprefix("loss_")] = values
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(5.5, 3.6 * columns), 0.6 + 3 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for place, (title, group) in zip(places, panels.items(), strict=False):
         for name, values in group.items():
-            place.plot(*zip(*values, strict=True), marker="o", markersize=3, label=name.removeprefix("loss_"))
+            style = "--" if name.endswith(("_min", "_max")) else "-"
+            place.plot(*zip(*values, strict=True), style, marker="o", markersize=3, label=name)
         place.set(xlabel="round", title=title)
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
         place.grid(alpha=0.3)
-        place.legend(frameon=False)
+        if len(group) > 1:
+            place.legend(frameon=False, fontsize=7)
+    for place in places[len(panels) :]:
+        place.remove()
     return figure
 
 
