@@ -78,7 +78,8 @@ class ArrayImages:
 
 @torch.no_grad()
 def _encode(backbone: Backbone, images: Tensor) -> Tensor:
-    return backbone.encode_image(images)
+    # In float32 even where the frozen model computes in bfloat16: methods use the features outside autocast too.
+    return backbone.encode_image(images).float()
 
 
 def random_resized_crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -61,7 +61,8 @@ class AdaptedModel(nn.Module):
             assert self.head is not None
             head: Tensor = self.head(features)
             return head
-        return self.backbone.logit_scale * features @ classes.t()
+        # Class features may have been made under autocast and be used outside it.
+        return self.backbone.logit_scale * features @ classes.to(features.dtype).t()
 
 
 class SingleLoRA(AdaptedModel):
