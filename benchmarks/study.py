@@ -64,7 +64,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def lr_cells() -> list[Cell]:
     """Each trained method at five learning rates; the seed is none of those that results are reported for."""
-    rates = ("3e-4", "1e-3", "3e-3", "6e-3", "1e-2")
+    rates = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
     return [
         Cell(f"{method} lr {rate}", 100, (f"method={method}", f"train.lr={rate}", "eval.every=0"))
         for method in ("local", "fedlora", "fedglad")
@@ -77,7 +77,9 @@ def fedglad_cells() -> list[Cell]:
     setting = ("clients.n=20", "data.shots=8", "partition.alpha=0.1", "train.epochs=2", "data.proxy=128")
     rounds = {"zero_shot": "rounds=1"}
     return [
-        Cell(row, seed, (*words, *setting, rounds.get(row, "rounds=15"))) for seed in SEEDS for row, words in VARIANTS.items()
+        Cell(row, seed, (*words, *setting, rounds.get(row, "rounds=15")))
+        for seed in SEEDS
+        for row, words in VARIANTS.items()
     ]
 
 
@@ -132,7 +134,11 @@ def table(study: str, cells: Sequence[Cell], folder: Path) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     goal = _final_gm(cells, folder)
     for row in dict.fromkeys(cell.row for cell in cells):
-        found = [(c.seed, json.loads((folder / c.file).read_text("utf-8"))) for c in cells if c.row == row and (folder / c.file).exists()]
+        found = [
+            (c.seed, json.loads((folder / c.file).read_text("utf-8")))
+            for c in cells
+            if c.row == row and (folder / c.file).exists()
+        ]
         if not found:
             continue
         texts = [_spread([100 * v for _, r in found if (v := pick(r["summary"])) is not None]) for _, pick in COLUMNS]

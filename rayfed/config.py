@@ -59,10 +59,21 @@ def parse_options(words: Sequence[str]) -> RunOptions:
 
 def method_schema(name: str) -> type[MethodOptions]:
     """Return the options class of method ``name``. Raises OptionError for an unknown name."""
+    schema: type[MethodOptions] = _method_module(name).Options
+    return schema
+
+
+def _method_module(name: str) -> types.ModuleType:
+    """The module with ``Options`` and ``PROFILES`` of a method: rayfed's own, or that of ``module:Class``."""
+    if ":" in name:
+        module = name.partition(":")[0]
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise OptionError(f"method={name}: module {module} cannot be imported ({error}).") from error
     if name not in METHODS:
         raise OptionError(unknown("method", name, METHODS))
-    schema: type[MethodOptions] = importlib.import_module(f"rayfed.conf.method.{name}").Options
-    return schema
+    return importlib.import_module(f"rayfed.conf.method.{name}")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -180,7 +191,7 @@ def _partition_file(chosen: Values) -> Values:
 
 def _profile(schema: type[MethodOptions], chosen: Values) -> Values:
     name = schema.model_fields["name"].default
-    profiles: dict[str, Values] = importlib.import_module(f"rayfed.conf.method.{name}").PROFILES
+    profiles: dict[str, Values] = _method_module(name).PROFILES
     asked = str(chosen.get("profile", "auto"))
     if asked == "auto":
         return profiles.get("embedded" if chosen.get("backbone.name", "tiny") == "tiny" else "paper", {})

@@ -134,6 +134,10 @@ class ClientOptions(Frozen):
     """Client actors (processes that train clients in turn); auto: as many as fit, at most one per drawn client."""
     min_updates: Count = 1
     """A round with fewer good updates stops the run; the last good state stays saved."""
+    deadline_s: Positive | None = None
+    """Seconds after which a phase goes on without the clients that have not answered; none waits for all."""
+    over_select: NonNegative = 0.0
+    """Share of extra clients drawn; a phase ends once `per_round` have answered (0.3: 30 % more)."""
 
 
 class ServerOptions(Frozen):

@@ -9,7 +9,9 @@ replaced and its jobs are tried again one by one, a bounded number of times; job
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +26,10 @@ from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError
 from rayfed.messages import Broadcast, ClientFailure, Phase, RoundRef
 
+log = logging.getLogger("rayfed")
 Job = TrainJob | PredictJob
 Outcome = ClientReport | Prediction | ClientFailure
+Outcomes = tuple[Outcome, ...]
 Verb = Literal["train", "predict"]
 CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
@@ -45,10 +49,16 @@ class Pool(Protocol):
     def begin(self, round_index: int, phase: Phase) -> tuple[Any, int]:
         """Open a phase at the server; return a handle of the broadcast and its bytes. Raises ServerLost."""
 
-    def run(self, verb: Verb, broadcast: Any, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Yield an outcome per job as they come; packets have reached the server by then. Raises ServerLost."""
+    def run(
+        self, verb: Verb, broadcast: Any, jobs: Sequence[Job], *, deadline_s: float | None = None
+    ) -> Iterator[Outcomes]:
+        """Yield the outcomes of a few jobs at a time as they come, one per job; their packet has reached the server.
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...]) -> dict[str, float]:
+        Jobs not done after ``deadline_s`` become failures named "late". A caller may stop listening early: what has not
+        been yielded is then not among the accepted. Raises ServerLost.
+        """
+
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step; return its figures. Raises ServerLost."""
 
     def snapshot(self) -> Any:
@@ -59,6 +69,9 @@ class Pool(Protocol):
 
     def restore(self, snapshot: Any) -> None:
         """Give the server (a new one, if it died) the state of ``snapshot``: a handle or bytes."""
+
+    def trainable(self) -> list[str]:
+        """Return what is trained, one sentence per owner."""
 
     def export(self) -> Export:
         """Return the trained parameters by name."""
@@ -82,17 +95,23 @@ class LocalPool:
         broadcast = self._server.begin(round_index, phase)
         return broadcast, len(broadcast.payload)
 
-    def run(self, verb: Verb, broadcast: Broadcast, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        """Yield outcomes in the order of the jobs."""
+    def run(
+        self, verb: Verb, broadcast: Broadcast, jobs: Sequence[Job], *, deadline_s: float | None = None
+    ) -> Iterator[Outcomes]:
+        """Yield outcomes in the order of the jobs; a job that is running is not cut short by the deadline."""
+        end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
         for job in jobs:
+            if time.monotonic() >= end:
+                yield (_late(job, deadline_s),)
+                continue
             outcomes, packet = getattr(self._worker, verb)(broadcast, [job])
             if packet is not None:
                 self._server.receive(packet)
-            yield from outcomes
+            yield outcomes
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...]) -> dict[str, float]:
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step."""
-        return self._server.finish(phase, cohort)
+        return self._server.finish(phase, cohort, accepted)
 
     def snapshot(self) -> bytes:
         """The server's state."""
@@ -105,6 +124,10 @@ class LocalPool:
     def restore(self, snapshot: bytes) -> None:
         """Take up a state."""
         self._server.restore(snapshot)
+
+    def trainable(self) -> list[str]:
+        """What is trained."""
+        return self._server.trainable()
 
     def export(self) -> Export:
         """Trained parameters by name."""
@@ -166,7 +189,7 @@ class _Call:
     actor: Any
     jobs: tuple[Job, ...]
     packet: Any
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: Outcomes = ()
 
 
 T = TypeVar("T")
@@ -181,6 +204,7 @@ class RayPool:
         self._ray = ray
         self._options, self._states = options, states
         self.num_workers, self.retried = num_workers, 0
+        self._side_by_side = num_workers
         self._task = ray.put(task)
         self._proxy = ray.put(task.proxy)
         self._view = task_view(task)
@@ -229,9 +253,9 @@ class RayPool:
         reference, broadcast = self._ask("begin", round_index, phase)
         return reference, len(broadcast.payload)
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...]) -> dict[str, float]:
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step."""
-        figures: dict[str, float] = self._ask("finish", phase, cohort)[1]
+        figures: dict[str, float] = self._ask("finish", phase, cohort, accepted)[1]
         return figures
 
     def snapshot(self) -> Any:
@@ -252,6 +276,11 @@ class RayPool:
             self._errors_as_ours(lambda: self._ray.get(ready))
             self._ask("restore", snapshot)
 
+    def trainable(self) -> list[str]:
+        """What is trained."""
+        sentences: list[str] = self._ask("trainable")[1]
+        return sentences
+
     def export(self) -> Export:
         """Trained parameters by name."""
         export: Export = self._ask("export")[1]
@@ -259,18 +288,40 @@ class RayPool:
 
     # Work
 
-    def run(self, verb: Verb, broadcast: Any, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(
+        self, verb: Verb, broadcast: Any, jobs: Sequence[Job], *, deadline_s: float | None = None
+    ) -> Iterator[Outcomes]:
         """Yield outcomes as they come."""
         self._attempts = {}
-        self._deal(jobs)
+        end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
         waiting: dict[Any, _Call] = {}
         singles: deque[Job] = deque()
-        while True:
-            self._send(verb, broadcast, waiting, singles)
-            if not waiting:
-                return
-            (done, *_), _ = self._ray.wait(list(waiting), num_returns=1)
-            yield from self._collect(done, waiting, singles)
+        self._deal(jobs)
+        try:
+            while True:
+                self._send(verb, broadcast, waiting, singles)
+                if not waiting:
+                    return
+                left = None if deadline_s is None else max(0.0, end - time.monotonic())
+                done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=left)
+                if not done:
+                    yield self._give_up(waiting, singles, deadline_s)
+                    return
+                if outcomes := self._collect(done[0], waiting, singles):
+                    yield outcomes
+        finally:
+            for slot in self._slots:
+                slot.queue.clear()
+                slot.busy = 0
+
+    def _give_up(self, waiting: dict[Any, _Call], singles: deque[Job], deadline_s: float | None) -> Outcomes:
+        """The deadline: name every client that has not answered, and replace the actors that are still at work."""
+        late = [job for slot in self._slots for job in slot.queue] + list(singles)
+        for call in waiting.values():
+            late += call.jobs
+            if not call.outcomes and call.slot.actor is call.actor:
+                self._replace(call.slot)
+        return tuple(_late(job, deadline_s) for job in late)
 
     def _deal(self, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: -job.cost):
@@ -279,7 +330,7 @@ class RayPool:
             ].queue.append(job)
 
     def _send(self, verb: Verb, broadcast: Any, waiting: dict[Any, _Call], singles: deque[Job]) -> None:
-        for slot in self._slots:
+        for slot in self._slots[: self._side_by_side]:
             while slot.busy < CALLS_IN_FLIGHT and (jobs := self._next_jobs(slot, singles)):
                 report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
                 waiting[report] = _Call(slot, slot.actor, tuple(jobs), packet)
@@ -295,24 +346,51 @@ class RayPool:
         take = source.queue.popleft if source is slot else source.queue.pop
         return [take() for _ in range(share)]
 
-    def _collect(self, done: Any, waiting: dict[Any, _Call], singles: deque[Job]) -> Iterator[Outcome]:
+    def _collect(self, done: Any, waiting: dict[Any, _Call], singles: deque[Job]) -> Outcomes:
         call = waiting.pop(done)
         try:
             result = self._ray.get(done)
         except self._ray.exceptions.RayError as error:
-            yield from self._recover(call, error, singles)
-            return
+            return self._recover(call, error, singles)
         if call.outcomes:
-            yield from call.outcomes
-            return
-        call.slot.busy -= 1
+            return call.outcomes
+        if call.slot.actor is call.actor:
+            call.slot.busy -= 1
+        result = self._spare_memory(call, result, singles)
         if call.jobs and isinstance(call.jobs[0], TrainJob):
             delivery = self._server.call.remote("receive", call.packet)
             waiting[delivery] = _Call(call.slot, call.actor, call.jobs, None, result)
-            return
-        yield from result
+            return ()
+        return tuple(result)
 
-    def _recover(self, call: _Call, error: Exception, singles: deque[Job]) -> Iterator[Outcome]:
+    def _spare_memory(self, call: _Call, outcomes: Outcomes, singles: deque[Job]) -> Outcomes:
+        """Where clients ran out of memory beside each other, go on with one actor fewer and try them again."""
+        short = {o.client_id for o in outcomes if isinstance(o, ClientFailure) and "OutOfMemory" in o.error_type}
+        again = (
+            [job for job in call.jobs if job.client_id in short and self._may_retry(job)]
+            if self._side_by_side > 1
+            else []
+        )
+        if not again:
+            return outcomes
+        self._side_by_side -= 1
+        log.warning(
+            "client %s ran out of memory: going on with %d side by side (raise clients.gpu or lower train.batch)",
+            ", ".join(str(job.client_id) for job in again),
+            self._side_by_side,
+        )
+        singles.extend(again)
+        retried = {job.client_id for job in again}
+        return tuple(o for o in outcomes if not (isinstance(o, ClientFailure) and o.client_id in retried))
+
+    def _may_retry(self, job: Job) -> bool:
+        key = (type(job).__name__, job.client_id, _start(job))
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        allowed = self._attempts[key] <= self._options.engine.retries
+        self.retried += int(allowed)
+        return allowed
+
+    def _recover(self, call: _Call, error: Exception, singles: deque[Job]) -> Outcomes:
         """A worker died, its packet was lost, or the server died."""
         delivering = bool(call.outcomes)
         if delivering and isinstance(error, self._ray.exceptions.RayActorError) and self._server_is_dead():
@@ -321,15 +399,11 @@ class RayPool:
             raise error
         if not delivering and call.slot.actor is call.actor:  # its other calls in flight fail too: replace it once
             self._replace(call.slot)
-        reason = _reason(self._ray, error)
-        for job in call.jobs:
-            key = (type(job).__name__, job.client_id, _start(job))
-            tried = self._attempts[key] = self._attempts.get(key, 0) + 1
-            if tried <= self._options.engine.retries:
-                self.retried += 1
-                singles.append(job)
-            else:
-                yield ClientFailure(RoundRef(-1, "", -1), job.client_id, reason, _first_line(error), tried)
+        again = [job for job in call.jobs if self._may_retry(job)]
+        singles.extend(again)
+        lost = [job for job in call.jobs if job not in again]
+        what = _reason(self._ray, error), _first_line(error), self._options.engine.retries + 1
+        return tuple(ClientFailure(RoundRef(-1, "", -1), job.client_id, *what) for job in lost)
 
     def _server_is_dead(self) -> bool:
         try:
@@ -348,6 +422,10 @@ class RayPool:
         for actor in (self._server, *(slot.actor for slot in self._slots)):
             if actor is not None:
                 self._ray.kill(actor, no_restart=True)
+
+
+def _late(job: Job, deadline_s: float | None) -> ClientFailure:
+    return ClientFailure(RoundRef(-1, "", -1), job.client_id, "late", f"no answer within {deadline_s:g} s")
 
 
 def _start(job: Job) -> int:

@@ -31,8 +31,8 @@ def connect(options: RunOptions) -> bool:
         import ray
     except ImportError as error:
         raise ResourceError(
-            f"engine.pool=ray but {sys.executable} has no Ray: pip install 'ray[default]' there, use the Python that has "
-            "it (activate its environment before `ray start`), or set engine.pool=local."
+            f"engine.pool=ray but {sys.executable} has no Ray: pip install 'ray[default]' there, use the Python "
+            "that has it (activate its environment before `ray start`), or set engine.pool=local."
         ) from error
     if ray.is_initialized():
         return False

@@ -11,6 +11,7 @@ The driver holds no tensors: which private state of a client counts, the figures
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -138,7 +139,8 @@ class Federation:
             return tuple(eligible)
         if phase.cohort == "same" and first:
             return first
-        return draw_cohort(self.options.seed, index, eligible, self.options.cohort_size)
+        wanted = math.ceil(self.options.cohort_size * (1 + self.options.clients.over_select))
+        return draw_cohort(self.options.seed, index, eligible, wanted)
 
     def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
         broadcast, size = self.pool.begin(record.round, phase)
@@ -151,7 +153,7 @@ class Federation:
                 f"round {record.round + 1} has {len(reports)} good updates of {len(cohort)}, below "
                 f"clients.min_updates={self.options.clients.min_updates} ({reasons}); the last good state is saved."
             )
-        record.server |= self.pool.finish(phase, tuple(sorted(cohort)))
+        record.server |= self.pool.finish(phase, tuple(sorted(cohort)), tuple(r.client_id for r in reports))
         self._commit(reports, failures, record)
 
     def _train(
@@ -159,20 +161,19 @@ class Federation:
     ) -> tuple[list[ClientReport], list[ClientFailure]]:
         reports: list[ClientReport] = []
         failures: list[ClientFailure] = []
-        for done, outcome in enumerate(self.pool.run("train", broadcast, jobs), start=1):
-            if isinstance(outcome, ClientReport):
-                reports.append(outcome)
-            elif isinstance(outcome, ClientFailure):
-                failures.append(outcome)
-                log.warning(
-                    "round %d: client %d left out: %s: %s",
-                    index + 1,
-                    outcome.client_id,
-                    outcome.error_type,
-                    outcome.message,
-                )
-            self.observer.progress(index, "train", done, len(jobs))
+        clients = self.options.clients
+        enough = self.options.cohort_size if clients.over_select else len(jobs)
+        for outcomes in self.pool.run("train", broadcast, jobs, deadline_s=clients.deadline_s):
+            reports += [outcome for outcome in outcomes if isinstance(outcome, ClientReport)]
+            failures += [self._warned(index, outcome) for outcome in outcomes if isinstance(outcome, ClientFailure)]
+            self.observer.progress(index, "train", len(reports) + len(failures), len(jobs))
+            if len(reports) >= enough:
+                break
         return sorted(reports, key=lambda r: r.client_id), sorted(failures, key=lambda f: f.client_id)
+
+    def _warned(self, index: int, lost: ClientFailure) -> ClientFailure:
+        log.warning("round %d: client %d left out: %s: %s", index + 1, lost.client_id, lost.error_type, lost.message)
+        return lost
 
     def _commit(self, reports: Sequence[ClientReport], failures: Sequence[ClientFailure], record: RoundRecord) -> None:
         self.private |= {r.client_id: r.state for r in reports if r.state is not None}
@@ -190,12 +191,14 @@ class Federation:
         broadcast, _ = self.pool.begin(index, Phase("evaluate", uploads=False))
         jobs = evaluate.jobs(self.task, self.private, zero_shot=self.has_zero_shot and self.scores.zero_shot is None)
         found: list[Prediction] = []
-        for done, outcome in enumerate(self.pool.run("predict", broadcast, jobs), start=1):
-            if isinstance(outcome, Prediction):
-                found.append(outcome)
-            elif isinstance(outcome, ClientFailure):
-                raise RoundError(f"evaluation of round {index + 1} failed: {outcome.error_type}: {outcome.message}.")
-            self.observer.progress(index, "evaluate", done, len(jobs))
+        for outcomes in self.pool.run("predict", broadcast, jobs):
+            for outcome in outcomes:
+                if isinstance(outcome, ClientFailure):
+                    raise RoundError(
+                        f"evaluation of round {index + 1} failed: {outcome.error_type}: {outcome.message}."
+                    )
+            found += [outcome for outcome in outcomes if isinstance(outcome, Prediction)]
+            self.observer.progress(index, "evaluate", len(found), len(jobs))
         self.scores.personal, self.scores.val = {}, {}
         return evaluate.figures(self.task, evaluate.collect(self.task, found, self.scores))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import ImageSet
 from rayfed.engine.bench import Bench
 from rayfed.engine.client import Packet
+from rayfed.errors import RoundError
 from rayfed.messages import Broadcast, ClientUpdate, Phase, RoundRef
 from rayfed.methods.base import FitReport, Group, Images, Items, Objective, TaskView, Updates
 from rayfed.state import ServerState
@@ -55,6 +57,10 @@ class Context:
         self.figures[name] = value
 
 
+def _tower(name: str) -> str:
+    return next((t.replace("_", " ") for t in ("image_tower", "text_tower") if t in name), "space of both towers")
+
+
 @dataclass(frozen=True, slots=True)
 class Export:
     """What a finished run leaves: shared tensors by name, the private layout, the shared LoRA in PEFT's format."""
@@ -79,39 +85,52 @@ class Server:
         fresh = ServerState(initial[Scope.SHARED], initial[Scope.SERVER])
         self.state = self.bench.method.server_init(fresh, self._context(0, ()))
         self._round: RoundRef | None = None
-        self._folded = ExactSum.zeros(fresh.shared.numel())
-        self._items: dict[int, ClientUpdate] = {}
-        self._seen: set[int] = set()
+        self._packets: list[Packet] = []
 
     def begin(self, round_index: int, phase: Phase) -> Broadcast:
         """Open a phase and return what its clients get."""
         self._round = RoundRef(round_index, phase.name, self.state.version)
-        self._folded, self._items, self._seen = ExactSum.zeros(self.state.shared.numel()), {}, set()
+        self._packets = []
         return Broadcast(self._round, codec.encode(self.bench.method.broadcast(self.state, phase)))
 
     def receive(self, packet: Packet) -> None:
-        """Take a packet of the open phase; one of another phase, or of clients already counted, is left out."""
-        if packet.round != self._round or self._seen & set(packet.clients):
-            return
-        if packet.folded is not None:
-            self._folded.merge(packet.folded)
-        for client_id, count, message in packet.items:
-            self._items[client_id] = ClientUpdate(packet.round, client_id, count, codec.decode(message))
-        self._seen |= set(packet.clients)
+        """Take a packet of the open phase; one of another phase, or of clients already here, is left out."""
+        here = {client for known in self._packets for client in known.clients}
+        if packet.round == self._round and not here & set(packet.clients):
+            self._packets.append(packet)
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...]) -> dict[str, float]:
-        """Run the method's server step on what arrived, in client order; return its figures.
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
+        """Run the method's server step on the updates of the ``accepted`` clients, in client order; return its figures.
 
-        A phase in which nobody made a step changes nothing.
+        What arrived from others (late, or beyond what was needed) is left out. A phase in which nobody made a step
+        changes nothing.
+
+        Raises:
+            RoundError: an accepted client's update is not here.
         """
         assert self._round is not None
-        items = tuple(update for _, update in sorted(self._items.items()) if update.num_examples > 0)
-        updates = Updates(self._folded, items, equal=phase.weight == "equal")
+        packets = [packet for packet in self._packets if set(packet.clients) <= set(accepted)]
+        missing = set(accepted) - {client for packet in packets for client in packet.clients}
+        if missing:
+            raise RoundError(
+                f"the updates of clients {sorted(missing)} never reached the server; go on with resume=auto."
+            )
+        updates = self._combine(packets, equal=phase.weight == "equal")
         context = self._context(self._round.round_index, cohort)
-        if phase.uploads and not items and self._folded.weight == 0 and self.state.shared.numel():
+        if phase.uploads and not updates.items and updates.folded.weight == 0 and self.state.shared.numel():
             return {}
         self.state = self.bench.method.server_step(self.bench.model, self.state, updates, context)
         return context.figures
+
+    def _combine(self, packets: Sequence[Packet], *, equal: bool) -> Updates:
+        folded, items = ExactSum.zeros(self.state.shared.numel()), []
+        for packet in packets:
+            if packet.folded is not None:
+                folded.merge(packet.folded)
+            for client_id, count, message in packet.items:
+                if count > 0:
+                    items.append(ClientUpdate(packet.round, client_id, count, codec.decode(message)))
+        return Updates(folded, tuple(sorted(items, key=lambda update: update.client_id)), equal)
 
     def snapshot(self) -> bytes:
         """The state as one safetensors blob."""
@@ -128,6 +147,16 @@ class Server:
         shared, server = tensors.pop("shared"), tensors.pop("server")
         extras = {name.removeprefix("extra."): tensor for name, tensor in tensors.items()}
         self.state = ServerState(shared, server, extras, int(header["__metadata__"]["version"]))
+
+    def trainable(self) -> list[str]:
+        """One sentence per owner: how many parameters it has, and in which towers."""
+        sentences = []
+        for scope, flat in self.bench.parameters.items():
+            if flat.entries:
+                towers = Counter(_tower(entry.name) for entry in flat.entries)
+                places = ", ".join(f"{count} tensors in the {tower}" for tower, count in sorted(towers.items()))
+                sentences.append(f"{scope.value} {flat.data.numel():,} parameters ({places})")
+        return sentences
 
     def export(self) -> Export:
         """The trained parameters by name, and where the private ones lie in a client's flat tensor."""

@@ -23,9 +23,11 @@ METHODS: dict[str, str] = {
 def make_method(options: MethodOptions) -> Method[Any]:
     """Import and construct the method that ``options.name`` names.
 
+    A name of the form ``module:Class`` is imported as it stands: a method outside this package.
+
     Raises:
         KeyError: the name is not in ``METHODS`` (options are validated before this point).
     """
-    module, _, cls = METHODS[options.name].partition(":")
+    module, _, cls = (options.name if ":" in options.name else METHODS[options.name]).partition(":")
     method: Method[Any] = getattr(importlib.import_module(module), cls)(options)
     return method

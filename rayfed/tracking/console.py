@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ class Console:
     def __init__(self, rounds: int, *, first_round: int = 0) -> None:
         self._rich = RichConsole(width=None if sys.stdout.isatty() else 110, highlight=False)
         self._rounds = rounds
-        self._started = time.perf_counter()
+        self._seconds = 0.0
         self._played = 0
         self._sent = 0
         self._first = first_round
@@ -87,7 +86,8 @@ class Console:
         """Print the round's line."""
         self._played += 1
         self._sent += record.bytes_up + record.bytes_down
-        left = (time.perf_counter() - self._started) / self._played * (self._rounds - record.round - 1)
+        self._seconds += seconds
+        left = self._seconds / self._played * (self._rounds - record.round - 1)
         parts = [f"round {record.round + 1}/{self._rounds}", f"{len(record.cohort)} clients"]
         if "loss_ce" in record.clients:
             parts.append(f"loss {record.clients['loss_ce']:.3f}")

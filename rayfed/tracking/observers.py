@@ -57,6 +57,7 @@ class Observers:
         """Actors are up; a resumed run's earlier rounds go back into the files."""
         files.write_history(self.out, federation.history)
         self._startup_s = seconds
+        self.console.say(f"trains: {'; '.join(federation.pool.trainable()) or 'nothing'}")
 
     def progress(self, round_index: int, what: str, done: int, total: int) -> None:
         """See ``Observer``."""

@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """``ray start --head`` on loopback with token authentication, as the documentation says; stopped by its own pids."""
+    """``ray start --head`` on loopback with token authentication; stopped by its own process ids."""
     home = tmp_path_factory.mktemp("home")
     port, dashboard = free_port(), free_port()
     environment = {
@@ -43,7 +43,8 @@ def cluster(tmp_path_factory):
     head = subprocess.Popen(
         [*RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=3", "--node-ip-address=127.0.0.1",
          "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={temporary}"],
-        env={k: v for k, v in environment.items() if k != "RAY_ADDRESS"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={k: v for k, v in environment.items() if k != "RAY_ADDRESS"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     wait_for_dashboard(dashboard)
     yield environment
@@ -67,7 +68,9 @@ def wait_for_dashboard(port: int) -> None:
 
 def submit(cluster, cwd, *words):
     command = [*RAY, "job", "submit", "--working-dir", ".", "--", "python", "-m", "rayfed.run", *words]
-    return subprocess.run(command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8")
+    return subprocess.run(
+        command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,9 @@ def checkout(tmp_path_factory):
     """An ordinary checkout: tracked files, a large .git, data beside it."""
     folder = tmp_path_factory.mktemp("checkout") / "ray fed"
     folder.mkdir()
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in filter(None, tracked.stdout.split("\n")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
@@ -86,7 +91,9 @@ def checkout(tmp_path_factory):
 
 
 def test_submitted_job_succeeds_and_its_results_outlive_it(cluster, checkout, tmp_path):
-    done = submit(cluster, checkout, "method=fedglad", "out=results/é x", "data.template=a photo of a {}, of course.", *FAST)
+    done = submit(
+        cluster, checkout, "method=fedglad", "out=results/é x", "data.template=a photo of a {}, of course.", *FAST
+    )
     text = done.stdout + done.stderr
     assert done.returncode == 0 and "succeeded" in text, text[-3000:]
     out = Path(cluster["RAYFED_HOME"]) / "results" / "é x"

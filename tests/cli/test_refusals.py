@@ -1,4 +1,4 @@
-"""Every wrong input gets one sentence and a non-zero exit, before anything heavy starts and with nothing left behind."""
+"""Every wrong input gets one sentence and a non-zero exit, before anything heavy starts; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from rayfed.run import main
 WRONG = {
     "unknown method": (["method=fedgald"], "unknown method 'fedgald'; did you mean fedglad"),
     "unknown option": (["train.lrr=1"], "unknown option 'train.lrr'; did you mean train.lr"),
-    "unknown method option": (["method.rnk=2"], "unknown option of method=fedglad 'method.rnk'; did you mean method.rank"),
-    "option of another method": (["method=fedlora", "method.gate=layer"], "unknown option of method=fedlora 'method.gate'"),
+    "unknown method option": (
+        ["method.rnk=2"],
+        "unknown option of method=fedglad 'method.rnk'; did you mean method.rank",
+    ),
+    "option of another method": (
+        ["method=fedlora", "method.gate=layer"],
+        "unknown option of method=fedlora 'method.gate'",
+    ),
     "unknown data set": (["data=shaps"], "unknown data set 'shaps'; did you mean shapes?"),
     "unknown backbone": (["backbone=ViT-B-166"], "unknown backbone 'ViT-B-166'; did you mean"),
     "unknown partition": (["partition=dirichlt"], "partition=dirichlt: must be 'dirichlet'"),
@@ -112,7 +118,15 @@ def test_a_partition_file_is_checked(capsys, tmp_path):
 def test_help_lists_every_option(capsys):
     assert main(["--help", "method=fedlora"]) == 0
     text = capsys.readouterr().out
-    for name in ("method", "data.root", "clients.per_round", "engine.pool", "eval.every", "method.rank", "tracking.uri"):
+    for name in (
+        "method",
+        "data.root",
+        "clients.per_round",
+        "engine.pool",
+        "eval.every",
+        "method.rank",
+        "tracking.uri",
+    ):
         assert f"\n  {name} " in text or f"\n  {name}\n" in text
     assert "method.gate" not in text
 
@@ -133,8 +147,18 @@ def test_dry_run_tells_bytes_and_leaves_nothing(capsys, tmp_path, monkeypatch):
 
 
 def test_dry_run_bytes_are_those_of_the_run(capsys, tmp_path):
-    words = ["method=fedglad", "clients.n=3", "data.shots=2", "data.test_shots=1", "data.proxy=16", "rounds=1",
-             "train.epochs=1", "partition.alpha=0.5", "method.distill=proxy_client", *LOCAL]
+    words = [
+        "method=fedglad",
+        "clients.n=3",
+        "data.shots=2",
+        "data.test_shots=1",
+        "data.proxy=16",
+        "rounds=1",
+        "train.epochs=1",
+        "partition.alpha=0.5",
+        "method.distill=proxy_client",
+        *LOCAL,
+    ]
     assert main([*words, "--dry-run"]) == 0
     line = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("bytes:"))
     down, up = int(line.split()[1]), int(line.split()[4])
@@ -144,8 +168,17 @@ def test_dry_run_bytes_are_those_of_the_run(capsys, tmp_path):
 
 
 def test_config_file_runs_again_and_the_command_line_wins(tmp_path):
-    words = ["method=fedlora", "clients.n=3", "data.shots=1", "data.test_shots=1", "rounds=1", "train.epochs=1",
-             "partition.alpha=1", "data.template=a picture of {}, really.", *LOCAL]
+    words = [
+        "method=fedlora",
+        "clients.n=3",
+        "data.shots=1",
+        "data.test_shots=1",
+        "rounds=1",
+        "train.epochs=1",
+        "partition.alpha=1",
+        "data.template=a picture of {}, really.",
+        *LOCAL,
+    ]
     first, second = tmp_path / "a", tmp_path / "b"
     assert main([*words, f"out={first}"]) == 0
     assert main([f"config={first / 'config.yaml'}", f"out={second}", "resume=never"]) == 0
@@ -155,8 +188,18 @@ def test_config_file_runs_again_and_the_command_line_wins(tmp_path):
 
 def test_files_of_a_run(tmp_path):
     out = tmp_path / "run"
-    words = ["method=fedglad", "clients.n=3", "clients.per_round=2", "data.shots=1", "data.test_shots=1", "data.proxy=4",
-             "rounds=2", "train.epochs=1", "partition.alpha=1", *LOCAL]
+    words = [
+        "method=fedglad",
+        "clients.n=3",
+        "clients.per_round=2",
+        "data.shots=1",
+        "data.test_shots=1",
+        "data.proxy=4",
+        "rounds=2",
+        "train.epochs=1",
+        "partition.alpha=1",
+        *LOCAL,
+    ]
     assert main([*words, f"out={out}"]) == 0
     names = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file() and "checkpoints" not in p.parts}
     assert names >= {

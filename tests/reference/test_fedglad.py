@@ -247,7 +247,7 @@ def test_a_equals_b_with_global_logits_in_fp32(small, task, tmp_path):
         outcomes, packet = worker.train(server.begin(0, phase), [TrainJob(c, 1, phase) for c in range(3)])
         assert len(outcomes) == 3
         server.receive(packet)
-        server.finish(phase, (0, 1, 2))
+        server.finish(phase, (0, 1, 2), (0, 1, 2))
         results[name] = server.state.shared
     torch.testing.assert_close(results["A"], results["B"], rtol=0, atol=2e-6)
 
@@ -391,7 +391,7 @@ def test_data_free_distillation_trains(small, task, tmp_path, distill):
         assert all(isinstance(o, ClientReport) for o in outcomes), outcomes
         items, before = packet.items, server.state.shared
         server.receive(packet)
-        figures = server.finish(phase, (0, 1, 2))
+        figures = server.finish(phase, (0, 1, 2), (0, 1, 2))
     if distill == "class_mean":
         assert outcomes[0].metrics["loss_distill"] > 0
     else:

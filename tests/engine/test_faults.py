@@ -1,0 +1,133 @@
+"""Bad updates, dying processes, late clients: each loss is named, nothing leaks into the shared state."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.engine.runs import FAST, assert_same_bits, results, run, run_well, start
+
+METHOD = "method=tests.engine.faulty:Faulty"
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_bad_updates_are_left_out_and_named(tmp_path):
+    out = tmp_path / "run"
+    faults = "method.faults=[nan:0@1,inf:1@1,huge:2@1,raise:0@2,spare:1@2]"
+    done = run_well(METHOD, "engine.pool=local", faults, f"out={out}", *FAST)
+    first, second, third = records(out)
+    assert {f["client"]: f["message"] for f in first["failures"]} == {
+        0: "update refused: shared delta is not finite",
+        1: "update refused: shared delta is not finite",
+        2: "update refused: shared delta reaches 1e+30, too large to be a trained adapter",
+    }
+    assert [f["client"] for f in second["failures"]] == [0, 1]
+    assert "the client's own mistake" in second["failures"][0]["message"]
+    assert "extras ['spare'] where [] are declared" in second["failures"][1]["message"]
+    assert third["failures"] == []
+    assert "client 0 left out" in done.stderr
+    assert json.loads((out / "summary.json").read_text())["failures"] == 5
+    _, _, tensors = results(out)
+    assert all(bool(t.isfinite().all()) for t in tensors.values())
+
+
+def test_failed_clients_do_not_count(tmp_path):
+    """A round with a refused update equals one in which that client failed before it trained."""
+    refused, failed = tmp_path / "refused", tmp_path / "failed"
+    for out, faults in ((refused, "nan:0@1,huge:2@1"), (failed, "raise:0@1,raise:2@1")):
+        run_well(METHOD, "engine.pool=local", f"method.faults=[{faults}]", f"out={out}", *FAST)
+    first, second = results(refused)[2], results(failed)[2]
+    assert first.keys() == second.keys()
+    assert all(bool((first[name] == second[name]).all()) for name in first)
+
+
+def test_too_few_good_updates_stop_the_run_with_the_last_state_saved(tmp_path):
+    out = tmp_path / "run"
+    done = run(METHOD, "engine.pool=local", "method.faults=[raise:0@2,raise:1@2,raise:2@2]", "clients.min_updates=3",
+               f"out={out}", *FAST)  # fmt: skip
+    assert done.returncode == 1
+    assert "round 2 has 1 good updates of 4, below clients.min_updates=3" in done.stderr
+    assert (out / "checkpoints" / "round_00001" / "manifest.json").exists()
+    assert not (out / "summary.json").exists()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    out = tmp_path_factory.mktemp("faults") / "reference"
+    flags = tmp_path_factory.mktemp("flags")
+    run_well(METHOD, "engine.pool=local", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
+    return out, flags
+
+
+def test_a_killed_client_actor_is_replaced_and_changes_nothing(reference, ray_session, out):
+    whole, _ = reference
+    flags = out.parent / "flags"
+    flags.mkdir()
+    words = [METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST]
+    run_well(*words, "method.faults=[kill:1@2,kill:2@3]")
+    assert {p.name for p in flags.iterdir()} == {"kill-1-2", "kill-2-3"}
+    assert json.loads((out / "timing.json").read_text())["retried_jobs"] >= 2
+    assert_same_bits(whole, out)
+
+
+def test_a_client_that_always_kills_its_actor_is_lost_alone(ray_session, out):
+    done = run_well(METHOD, "clients.actors=2", "method.faults=[kill:1@2]", "engine.retries=1", f"out={out}", *FAST)
+    first, second, third = records(out)
+    assert [(f["client"], f["error"]) for f in second["failures"]] == [(1, "crashed")]
+    assert first["failures"] == third["failures"] == []
+    assert "client 1 left out: crashed" in done.stderr
+
+
+def test_a_late_client_is_named_and_its_answer_never_used(ray_session, out):
+    started = time.monotonic()
+    run_well(METHOD, "clients.actors=2", "method.faults=[sleep:2@2]", "clients.deadline_s=12", f"out={out}", *FAST)
+    assert time.monotonic() - started < 200
+    first, second, third = records(out)
+    assert first["failures"] == third["failures"] == []
+    assert (2, "late") in [(f["client"], f["error"]) for f in second["failures"]]
+    assert 2 in third["cohort"]
+
+
+def test_running_out_of_memory_beside_others_lowers_the_number_side_by_side(reference, ray_session, out):
+    whole, _ = reference
+    flags = out.parent / "flags"
+    flags.mkdir()
+    faults = "method.faults=[memory:0,memory:1,memory:2,memory:3]"
+    done = run_well(
+        METHOD, "clients.actors=2", faults, f"method.flags={flags}", "engine.retries=4", f"out={out}", *FAST
+    )
+    assert "ran out of memory: going on with 1 side by side" in done.stderr
+    assert_same_bits(whole, out)
+
+
+@pytest.mark.parametrize("moment", ["train", "evaluate"])
+def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_session, out):
+    whole, _ = reference
+    flags = out.parent / "flags"
+    flags.mkdir()
+    process = start(METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
+    wait_for(out / "checkpoints" / "round_00001" / "manifest.json", process)
+    time.sleep(0.3 if moment == "train" else 1.2)
+    (server,) = [
+        p for p in psutil.process_iter(["cmdline"]) if any("_ServerShell" in c for c in p.info["cmdline"] or [])
+    ]
+    os.kill(server.pid, signal.SIGKILL)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, output + errors
+    assert "playing the round again" in errors
+    assert_same_bits(whole, out)
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
