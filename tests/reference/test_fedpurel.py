@@ -198,7 +198,7 @@ def test_server_averages_by_examples_and_keeps_the_books(small, task, tmp_path):
     payloads = [codec.decode(message) for _, _, message in packet.items]
     counts = [count for _, count, _ in packet.items]
     server.receive(packet)
-    figures = server.finish(phase, (0, 1, 2))
+    figures = server.finish(phase, (0, 1, 2), (0, 1, 2))
     want = start + sum(n / sum(counts) * p.params for n, p in zip(counts, payloads, strict=True))
     torch.testing.assert_close(server.state.shared, want, rtol=1e-5, atol=1e-7)
     assert all(set(p.extras) == {"record"} for p in payloads)
@@ -223,7 +223,7 @@ def test_every_kind_trains_both_phases_and_predicts(small, task, tmp_path, kind)
         reports, packet = worker.train(server.begin(0, phase), [TrainJob(0, 1, phase)])
         assert isinstance(reports[0], ClientReport), reports
         server.receive(packet)
-        server.finish(phase, (0,))
+        server.finish(phase, (0,), (0,))
     assert not torch.equal(server.state.shared, before)
     assert any(name.startswith("residual_share_") for name in reports[0].metrics)
     bench = worker.bench
@@ -234,6 +234,13 @@ def test_every_kind_trains_both_phases_and_predicts(small, task, tmp_path, kind)
         torch.testing.assert_close(bench.method.predict(bench.model, batch, "global", classes), l_g)
         torch.testing.assert_close(bench.method.predict(bench.model, batch, "personal", classes), l_g + l_p)
     assert bench.initial[Scope.SHARED].numel() == bench.initial[Scope.PRIVATE].numel() > 0
+
+
+def test_bfloat16_backbone(small, task, tmp_path):
+    words = ("method.kind=adapter", "method.schedule=interleaved", "train.epochs=1", "engine.precision=bf16")
+    for place in (0, 1):
+        _, _, report, _ = trained(small(*WORDS, *words), task, tmp_path / str(place), (0, place))
+        assert all(math.isfinite(value) for value in report.metrics.values())
 
 
 def test_global_rounds_leave_no_private_state(small, task, tmp_path):

@@ -33,7 +33,7 @@ def play(options, task, folder, groups):
             assert all(isinstance(report, ClientReport) for report in reports), reports
             server.receive(packet)
             private |= {r.client_id: r.state for r in reports if r.state is not None}
-        server.finish(phase, (0, 1, 2))
+        server.finish(phase, (0, 1, 2), (0, 1, 2))
     states = {c: workers[0]._store.load(ref).private for c, ref in private.items()}
     return safetensors.torch.load(server.snapshot()), states
 
