@@ -51,7 +51,8 @@ def parse_options(words: Sequence[str]) -> RunOptions:
     layers = [_data_defaults(chosen), _profile(schema, chosen), _partition_file(chosen), saved, typed]
     merged: Values = {key: value for layer in layers for key, value in layer.items()}
     options = _validate(schema, merged)
-    if problems := [*options.method.problems(), *contradictions(options)]:
+    method = options.method
+    if problems := [*method.problems(), *method.run_problems(options.rounds), *contradictions(options)]:
         raise OptionError("\n".join(problems))
     return options
 
@@ -322,6 +323,8 @@ def _data_problems(options: RunOptions) -> list[str]:
         found.append("partition=file needs partition.file, a JSON file with the indices of every client.")
     if partition.name != "file" and partition.file is not None:
         found.append(f"partition.file is not used by partition={partition.name}: leave it out or set partition=file.")
+    if partition.name == "file" and partition.long_tail is not None:
+        found.append("partition.long_tail is not used by partition=file: the file says who has which images.")
     if options.method.uses_proxy() and data.proxy == 0:
         found.append(
             f"method={options.method.name} distils on proxy images but data.proxy=0: "

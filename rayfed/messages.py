@@ -85,7 +85,8 @@ class Phase:
 
     ``cohort``: draw clients ("sample"), take those of the round's first phase ("same"), or all.
     ``weight``: clients count by examples trained on, or equally. ``needs_all``: the server step gets every update by
-    itself; otherwise only their weighted sum travels.
+    itself; otherwise only their weighted sum travels. ``private`` False leaves the clients' private state alone: none
+    is saved, and a client that has none yet still counts as never personalised.
     """
 
     name: str = "train"
@@ -93,3 +94,4 @@ class Phase:
     uploads: bool = True
     weight: Literal["examples", "equal"] = "examples"
     needs_all: bool = False
+    private: bool = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -27,15 +29,19 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Short target names, and the module paths they stand for in open_clip and timm towers."""
 
 
+Init = Literal["normal", "kaiming"]
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One LoRA branch to attach."""
+    """One LoRA branch to attach; A starts with std 1/sqrt(rank) ("normal") or within 1/sqrt(d_in) ("kaiming")."""
 
     name: str
     scope: Scope
     rank: int
     alpha: float
     tag: str = "lora"
+    init: Init = "normal"
 
 
 def attach_lora(
@@ -65,7 +71,10 @@ def _lora(name: str, layer: AdaptedLinear, branch: Branch) -> LoRABranch:
     if branch.rank > min(d_in, d_out):
         width = min(d_in, d_out)
         raise AdapterError(f"rank {branch.rank} is above the width {width} of layer {name}: use at most {width}.")
-    return LoRABranch(d_in, d_out, rank=branch.rank, alpha=branch.alpha, scope=branch.scope, tag=branch.tag)
+    made = LoRABranch(d_in, d_out, rank=branch.rank, alpha=branch.alpha, scope=branch.scope, tag=branch.tag)
+    if branch.init == "kaiming":
+        nn.init.kaiming_uniform_(made.a, a=math.sqrt(5))
+    return made
 
 
 def attach_layer_gates(backbone: nn.Module, *, width: int, init: float) -> None:

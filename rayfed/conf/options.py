@@ -34,6 +34,10 @@ class MethodOptions(Frozen):
         """Contradictions inside the group, one sentence each."""
         return []
 
+    def run_problems(self, rounds: int) -> list[str]:
+        """Contradictions with the run of ``rounds`` rounds, one sentence each."""
+        return []
+
     def uses_proxy(self) -> bool:
         """Whether this configuration needs the server's public proxy images."""
         return self.needs_proxy
@@ -96,6 +100,12 @@ class PartitionOptions(Frozen):
     """JSON file with the indices of every client (partition=file)."""
     max_draws: Count = 1000
     """Draws tried before a partition is refused."""
+    long_tail: Positive | None = None
+    """Imbalance of the training classes: largest over smallest (100), or the same as a factor (0.01); none: as is."""
+    long_tail_order: tuple[str, ...] = ("label",)
+    """Classes from largest to smallest: label (by number), shuffled (by the seed), or all class numbers."""
+    long_tail_min: Annotated[int, Field(ge=0)] = 0
+    """Fewest images a class keeps; 1 never leaves one empty."""
 
 
 class BackboneOptions(Frozen):

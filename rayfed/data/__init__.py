@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rayfed.conf.options import RunOptions
+    from rayfed.data.long_tail import LongTail
     from rayfed.data.task import Task
 
 
@@ -22,4 +23,15 @@ def build_task_from_options(options: RunOptions) -> Task:
         image_size=image_size(options.backbone.name),
         backbone=options.backbone.name,
         needs_proxy=options.method.uses_proxy(),
+        tail=_tail(options),
     )
+
+
+def _tail(options: RunOptions) -> LongTail | None:
+    from rayfed.data.long_tail import LongTail
+
+    chosen = options.partition
+    if chosen.long_tail is None:
+        return None
+    factor = min(chosen.long_tail, 1 / chosen.long_tail)
+    return LongTail(factor, chosen.long_tail_order, chosen.long_tail_min)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rayfed.backbones.text import class_texts
 from rayfed.data import datasets, partition, shapes
+from rayfed.data.long_tail import LongTail, cut
 from rayfed.data.pool import ImageSet, Indices, Pool, Source
 from rayfed.data.settings import DataSettings, PartitionSettings
 from rayfed.errors import DataError
@@ -32,6 +33,7 @@ class Plan:
     seed: int
     needs_proxy: bool
     parts: tuple[partition.FilePart, ...] | None
+    tail: LongTail | None = None
 
     def generator(self, *labels: str | int) -> np.random.Generator:
         """Random stream for choosing images for one purpose."""
@@ -71,6 +73,7 @@ def make_plan(
     num_clients: int | None,
     seed: int,
     needs_proxy: bool,
+    tail: LongTail | None = None,
 ) -> Plan:
     """Check what needs no data, and read the partition file.
 
@@ -86,7 +89,9 @@ def make_plan(
     count = len(parts) if parts is not None else num_clients
     if count is None:
         raise DataError(f"Partition {division.name!r} needs to know the number of clients; say how many.")
-    return Plan(options, division, request, count, seed, needs_proxy, parts)
+    if parts is not None and tail is not None:
+        raise DataError("Partition 'file' says itself how many images there are of each class; leave the tail out.")
+    return Plan(options, division, request, count, seed, needs_proxy, parts, tail)
 
 
 def usable_images(source: Source, seen: Hashes, notes: list[str]) -> Indices:
@@ -168,6 +173,8 @@ def choose(plan: Plan, source: Source, usable: Indices, seen: Hashes, notes: lis
     else:
         train, val = _first_of_each(source.train, usable, shots, _val_limit(plan, shots), generator)
         _note_short_classes(source, train, shots, notes)
+    if plan.tail is not None:
+        train = cut(source.train.labels, train, len(source.classes), plan.tail, plan.generator("long_tail"))
     return Choice(train, val, test)
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rayfed.backbones.text import class_texts
 from rayfed.data import datasets, partition
+from rayfed.data.long_tail import LongTail
 from rayfed.data.pool import ImageSet, Indices, Pool, Source
 from rayfed.data.select import Choice, Hashes, Plan, choose, make_plan, request_of, shorten, take_proxy, usable_images
 from rayfed.data.settings import DataSettings, PartitionSettings
@@ -47,6 +48,12 @@ class Task:
     clients: tuple[ClientData, ...]
     notes: tuple[str, ...]
 
+    def train_counts(self) -> list[int]:
+        """Training images of each class over all clients [C]."""
+        held = np.concatenate([np.zeros(0, np.int64), *(self.train.labels[client.train] for client in self.clients)])
+        counts: list[int] = np.bincount(held, minlength=len(self.classes)).tolist()
+        return counts
+
 
 def build_task(
     options: DataSettings,
@@ -57,16 +64,25 @@ def build_task(
     image_size: int,
     backbone: str,
     needs_proxy: bool,
+    tail: LongTail | None = None,
 ) -> Task:
     """Load the data, set proxy and validation images aside, and divide the rest over ``num_clients`` clients.
 
-    With ``num_clients`` None a partition file says how many. Images are ``image_size`` pixels square. The same
-    arguments give the same task; ``seed`` decides which images are chosen and who gets them, never which are test
-    images. Raises ``DataError`` (``OptionError`` for the template) if data are missing or damaged, the partition cannot
-    be made, or an image would be used twice.
+    With ``num_clients`` None a partition file says how many. ``tail`` makes the training images long-tailed. Images are
+    ``image_size`` pixels square. The same arguments give the same task; ``seed`` decides which images are chosen and
+    who gets them, never which are test images. Raises ``DataError`` (``OptionError`` for the template) if data are
+    missing or damaged, the partition cannot be made, or an image would be used twice.
     """
     request = request_of(options, image_size, backbone)
-    plan = make_plan(options, partition_options, request, num_clients=num_clients, seed=seed, needs_proxy=needs_proxy)
+    plan = make_plan(
+        options,
+        partition_options,
+        request,
+        num_clients=num_clients,
+        seed=seed,
+        needs_proxy=needs_proxy,
+        tail=tail,
+    )
     source = datasets.load_images(plan.request)
     if plan.parts is not None:
         partition.check_file(plan.parts, str(partition_options.file), len(source.train), len(source.test))

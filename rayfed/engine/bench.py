@@ -23,6 +23,7 @@ from rayfed.engine.images import ArrayImages
 from rayfed.errors import ResourceError
 from rayfed.methods import make_method
 from rayfed.methods.base import AnyMethod, TaskView
+from rayfed.metrics.groups import class_groups
 from rayfed.rng import derive_seed
 
 
@@ -96,7 +97,8 @@ class Bench:
 
 def task_view(task: Task) -> TaskView:
     """What a method may know of ``task``."""
-    return TaskView(task.classes, task.template, len(task.proxy.labels))
+    counts = task.train_counts()
+    return TaskView(task.classes, task.template, len(task.proxy.labels), tuple(counts), class_groups(counts))
 
 
 def pick_device(gpu_share: float) -> torch.device:

@@ -28,7 +28,7 @@ from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
 from rayfed.messages import Broadcast, ClientFailure, Payload, Phase, RoundRef
-from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, View
+from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
 Predictions = npt.NDArray[np.int32]
@@ -97,6 +97,8 @@ class LocalJob:
     client_id: int
     round_index: int
     rounds: int
+    phase: str
+    task: TaskView
     train: Images
     proxy: Images
     options: TrainOptions
@@ -116,11 +118,13 @@ class LocalJob:
         groups: Sequence[Group],
         *,
         lr: float | None = None,
+        options: TrainOptions | None = None,
         gradient_rule: GradientRule | None = None,
         on_epoch: Callable[[int], None] | None = None,
     ) -> FitReport:
         """Train ``groups`` on the client's training images."""
-        options = self.options if lr is None else self.options.model_copy(update={"lr": lr})
+        options = self.options if options is None else options
+        options = options if lr is None else options.model_copy(update={"lr": lr})
         return self.bench.fit(options).run(
             self.train,
             objective,
@@ -200,7 +204,7 @@ class ClientWorker:
         count = result.report.examples if result.report.steps else 0
         self._refuse_bad(job.phase, payload, count)
         self._refuse_bad_private()
-        scored = self._score_trained(job.client_id) if job.score else None
+        scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
         metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
         size = codec.encoded_size(payload)
@@ -217,6 +221,8 @@ class ClientWorker:
             client_id=job.client_id,
             round_index=self._round.round_index,
             rounds=self.options.rounds,
+            phase=job.phase.name,
+            task=self.bench.view,
             train=images,
             proxy=self._proxy,
             options=self.options.train,
@@ -253,7 +259,7 @@ class ClientWorker:
 
     def _stage(self, job: TrainJob, state: ClientState) -> StateRef | None:
         assert self._round is not None
-        if not state.private.numel() and not state.extras:
+        if not job.phase.private or (not state.private.numel() and not state.extras):
             return None
         return self._store.stage(job.client_id, f"r{self._round.round_index:05d}-{job.phase.name}", state)
 
@@ -272,11 +278,12 @@ class ClientWorker:
 
     # Prediction
 
-    def _score_trained(self, client_id: int) -> Predictions:
-        """Test predictions of the personal model as the client step left it."""
+    def _score_trained(self, job: TrainJob) -> Predictions:
+        """Test predictions of the client's model as the client step left it: personal once it has private state."""
+        view: View = "personal" if job.phase.private or job.private is not None else "global"
         trained_text = self.bench.text_owners & {Scope.SHARED, Scope.PRIVATE}
         classes = self.bench.class_features() if trained_text else self._class_features(None)
-        return self._classify(self._client_images("test", client_id), "personal", classes)
+        return self._classify(self._client_images("test", job.client_id), view, classes)
 
     def _predict_one(self, job: PredictJob) -> Predictions:
         if job.part == "stretch":

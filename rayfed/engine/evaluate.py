@@ -12,6 +12,8 @@ from rayfed.data.task import Task
 from rayfed.engine.client import Prediction, Predictions, PredictJob
 from rayfed.engine.store import StateRef
 from rayfed.metrics.accuracy import BoolArray, over_clients, per_class
+from rayfed.metrics.balance import balance
+from rayfed.metrics.groups import class_groups
 
 STRETCH = 512
 """Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
@@ -92,14 +94,31 @@ def figures(task: Task, scores: Scores) -> dict[str, Any]:
         found[view] = over_clients(client_hits(task, scores, view))
     for view, whole in (("zero_shot", scores.zero_shot), ("global", scores.global_)):
         found[view]["acc_full"] = None if whole is None or not len(whole) else float((whole == task.test.labels).mean())
+    for view, by_class in _balances(task, scores).items():
+        found[view] |= by_class
     found["personal_trained"] = over_clients(client_hits(task, scores, "trained"))
     val = {c: p == task.val.labels[task.clients[c].val] for c, p in scores.val.items()}
     found["val"] = {"personal_acc": over_clients(val)["acc_weighted"]}
     return found
 
 
+def _balances(task: Task, scores: Scores) -> dict[str, dict[str, float | None]]:
+    """Figures by class: of zero-shot and global on the whole test set, of personal on the clients' own images."""
+    num_classes = len(task.classes)
+    groups = class_groups(task.train_counts())
+    found = {}
+    for view, whole in (("zero_shot", scores.zero_shot), ("global", scores.global_)):
+        hits = np.zeros(0, np.bool_) if whole is None else whole == task.test.labels
+        found[view] = balance(groups, per_class(task.test.labels[: len(hits)], hits, num_classes))
+    own = client_hits(task, scores, "personal")
+    labels = [task.test.labels[task.clients[c].test] for c in own] or [np.zeros(0, np.int64)]
+    hits = np.concatenate([np.zeros(0, np.bool_), *own.values()])
+    found["personal"] = balance(groups, per_class(np.concatenate(labels), hits, num_classes))
+    return found
+
+
 def class_rows(task: Task, scores: Scores) -> list[dict[str, Any]]:
-    """One row per class: its test images at the clients and the accuracy of each view on them."""
+    """One row per class: its training images and group, its test images at the clients, and each view's accuracy."""
     columns = {}
     for view in ("zero_shot", "global", "personal"):
         hits = client_hits(task, scores, view)
@@ -110,8 +129,17 @@ def class_rows(task: Task, scores: Scores) -> list[dict[str, Any]]:
         np.concatenate([task.test.labels[c.test] for c in task.clients] or [np.zeros(0, np.int64)]),
         minlength=len(task.classes),
     )
+    held = task.train_counts()
+    groups = class_groups(held)
+    fixed = [{"num_train": n, "group": group} for n, group in zip(held, groups, strict=True)]
     return [
-        {"class": i, "name": name, "num_test": int(counts[i]), **{view: column[i] for view, column in columns.items()}}
+        {
+            "class": i,
+            "name": name,
+            **fixed[i],
+            "num_test": int(counts[i]),
+            **{view: column[i] for view, column in columns.items()},
+        }
         for i, name in enumerate(task.classes)
     ]
 

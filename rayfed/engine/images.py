@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,7 +35,7 @@ class ArrayImages:
         self._pixels, self._labels, self._index = pixels, labels, index
         self._backbone, self._device, self._batch_size = backbone, device, batch_size
         self._augment = augment
-        self._frozen: Tensor | None = None
+        self._encoded: Tensor | None = None
 
     def __len__(self) -> int:
         """N."""
@@ -63,19 +64,22 @@ class ArrayImages:
         images = self._backbone.normalise(pixels)
         labels = torch.from_numpy(self._labels[where]).to(self._device)
         if augment is not None:
-            return Batch(images, labels, index, lambda: _frozen_features(self._backbone, images))
-        return Batch(images, labels, index, lambda: self._all_frozen()[index])
+            encoded = functools.cache(lambda: _encode(self._backbone, images))
+        else:
+            encoded = functools.cache(lambda: self._all_encoded()[index])
+        return Batch(images, labels, index, lambda: F.normalize(encoded(), dim=-1), encoded)
 
-    def _all_frozen(self) -> Tensor:
-        if self._frozen is None:
-            batches = [_frozen_features(self._backbone, batch.images) for batch in self.in_order()]
-            self._frozen = torch.cat(batches) if batches else torch.zeros(0, self._backbone.embed_dim)
-        return self._frozen
+    def _all_encoded(self) -> Tensor:
+        if self._encoded is None:
+            batches = [_encode(self._backbone, batch.images) for batch in self.in_order()]
+            self._encoded = torch.cat(batches) if batches else torch.zeros(0, self._backbone.embed_dim)
+        return self._encoded
 
 
 @torch.no_grad()
-def _frozen_features(backbone: Backbone, images: Tensor) -> Tensor:
-    return F.normalize(backbone.encode_image(images), dim=-1)
+def _encode(backbone: Backbone, images: Tensor) -> Tensor:
+    # In float32 even where the frozen model computes in bfloat16: methods use the features outside autocast too.
+    return backbone.encode_image(images).float()
 
 
 def random_resized_crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -19,6 +19,7 @@ from rayfed.engine.bench import Bench
 from rayfed.engine.images import ArrayImages
 from rayfed.errors import AdapterError
 from rayfed.methods.base import TaskView, View
+from rayfed.metrics.groups import class_groups
 
 
 class Predictor:
@@ -34,7 +35,9 @@ class Predictor:
             task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise AdapterError(f"{folder} is not the results folder of a run (no readable task.json in it).") from error
-        view = TaskView(tuple(task["classes"]), task["template"], int(task["num_proxy"]))
+        counts = tuple(task.get("train_counts", ()))  # not in files of earlier versions
+        known = tuple(task["classes"]), task["template"], int(task["num_proxy"])
+        view = TaskView(*known, counts, class_groups(counts))
         options = config.parse_options([f"config={folder / 'config.yaml'}"])
         self.classes = view.classes
         self.view: View = "global" if client is None else "personal"

@@ -14,6 +14,8 @@ METHODS: dict[str, str] = {
     "local": "rayfed.methods.local:Local",
     "fedlora": "rayfed.methods.fedlora:FedLoRA",
     "fedglad": "rayfed.methods.fedglad:FedGLAD",
+    "fedsdg": "rayfed.methods.fedsdg:FedSDG",
+    "fedpurel": "rayfed.methods.fedpurel:FedPuReL",
 }
 """Name -> module:class. Strings, so that names are known before torch is imported."""
 

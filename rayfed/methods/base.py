@@ -18,6 +18,7 @@ from rayfed.adapters.scope import FlatParameters, Scope
 from rayfed.aggregation.exact import ExactSum, weighted_mean
 from rayfed.backbones.base import Backbone
 from rayfed.conf.options import MethodOptions, TrainOptions
+from rayfed.errors import AdapterError
 from rayfed.messages import ClientUpdate, Payload, Phase, WireField
 from rayfed.state import ServerState
 
@@ -27,25 +28,36 @@ View = Literal["global", "personal"]
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """All a method may know of the task: class names in order, prompt template, and counts."""
+    """All a method may know of the task.
+
+    Class names in order, prompt template, number of proxy images; of each class, its training images over all clients
+    (``counts``) and whether that makes it one of "many", "medium" or "few" (``groups``).
+    """
 
     classes: tuple[str, ...]
     template: str
     num_proxy: int
+    counts: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
+
+
+def _no_features() -> Tensor:
+    raise AdapterError("these items are no images: they have no encoded features.")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """``images`` [B, 3, S, S] normalised, ``labels`` [B] (-1: unlabelled), ``index`` [B] into the items it came from.
 
-    ``frozen()`` gives the normalised image features [B, D] of the untouched backbone; they are computed once per image
-    where images are not augmented.
+    ``frozen()`` gives the normalised image features [B, D] of the untouched backbone, ``encoded()`` the same before
+    normalisation; they are computed once per image where images are not augmented.
     """
 
     images: Tensor
     labels: Tensor
     index: Tensor
     frozen: Callable[[], Tensor]
+    encoded: Callable[[], Tensor] = _no_features
 
 
 class Items(Protocol):
@@ -103,6 +115,9 @@ class ClientJob(Protocol):
     client_id: int
     round_index: int
     rounds: int
+    phase: str
+    """Name of the phase."""
+    task: TaskView
     train: Images
     proxy: Images
     options: TrainOptions
@@ -122,10 +137,14 @@ class ClientJob(Protocol):
         groups: Sequence[Group],
         *,
         lr: float | None = None,
+        options: TrainOptions | None = None,
         gradient_rule: GradientRule | None = None,
         on_epoch: Callable[[int], None] | None = None,
     ) -> FitReport:
-        """Train the groups on ``train`` with a fresh optimiser, by the run's train.* options."""
+        """Train the groups on ``train`` with a fresh optimiser, by the run's train.* options.
+
+        ``options`` replaces them for this fit (a phase trained otherwise), ``lr`` the learning rate alone.
+        """
         ...
 
 
@@ -232,7 +251,10 @@ class Method(ABC, Generic[ConfigT]):
         return state.step(state.shared + updates.mean_delta()) if state.shared.numel() else state.step(state.shared)
 
     def class_features(self, model: nn.Module) -> Tensor | None:
-        """Class text features [C, D], normalised, as the received model makes them; None: no text classifier."""
+        """Class text features [C, D], normalised, as the model makes them; None: no text classifier.
+
+        [K, C, D] where the model has K classifiers: ``predict`` and ``job.class_features`` get them as they are.
+        """
         return None
 
     @abstractmethod

@@ -2,6 +2,10 @@
 
 Communicates: the shared LoRA (values down, deltas up), and the shared linear head where there is no text tower.
 Factors A and B are averaged separately, weighted by examples. The personal model is the global one.
+
+    logits - tau log(n_c / n) with ``logit_adjustment=tau`` (Menon et al., ICLR 2021, eq. 9)     -> FedLoRA.predict
+
+The adjustment changes predictions only and needs the classes' training counts over all clients.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ class FedLoRA(Method[Options]):
         return model.class_features()
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
-        """Logits [B, C] with the shared LoRA, in both views."""
+        """Logits [B, C] with the shared LoRA, in both views, less what the class sizes favour if asked."""
         assert isinstance(model, SingleLoRA)
         logits: Tensor = model(batch, classes)
-        return logits
+        if self.config.logit_adjustment == 0:
+            return logits
+        return logits - self.config.logit_adjustment * model.log_prior

@@ -40,6 +40,6 @@ class Local(Method[Options]):
         """Logits [B, C]: with the private LoRA, or of the untouched image tower."""
         assert isinstance(model, SingleLoRA)
         if view == "global":
-            return model.logits(batch.frozen(), classes)
+            return model.logits(batch.frozen() if classes is not None else model.image_features(batch.images), classes)
         logits: Tensor = model(batch, classes)
         return logits

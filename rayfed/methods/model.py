@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayfed.adapters.attach import Branch, attach_lora
-from rayfed.adapters.lora import Switch
+from rayfed.adapters.lora import Dropout, Switch
 from rayfed.adapters.scope import Scope, ScopedLinear
 from rayfed.backbones.base import Backbone
 from rayfed.backbones.text import class_texts
@@ -41,10 +42,13 @@ class AdaptedModel(nn.Module):
         """``values`` on the device of the model."""
         return values.to(self._tokens.device)
 
-    def image_features(self, images: Tensor, *branches: str, gated: bool = False) -> Tensor:
-        """Normalised features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting."""
-        with self.switch.use(*branches, gated=gated):
-            return F.normalize(self.backbone.encode_image(images), dim=-1)
+    def image_features(
+        self, images: Tensor, *branches: str, gated: bool = False, drop: Dropout | None = None
+    ) -> Tensor:
+        """Features [B, D] of ``images`` [B, 3, S, S] with ``branches`` acting; normalised if class texts classify."""
+        with self.switch.use(*branches, gated=gated, drop=drop):
+            features = self.backbone.encode_image(images)
+        return F.normalize(features, dim=-1) if self.backbone.has_text else features
 
     def text_features(self, *branches: str) -> Tensor:
         """Normalised class text features [C, D] with ``branches`` acting."""
@@ -57,17 +61,25 @@ class AdaptedModel(nn.Module):
             assert self.head is not None
             head: Tensor = self.head(features)
             return head
-        return self.backbone.logit_scale * features @ classes.t()
+        # Class features may have been made under autocast and be used outside it.
+        return self.backbone.logit_scale * features @ classes.to(features.dtype).t()
 
 
 class SingleLoRA(AdaptedModel):
-    """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower."""
+    """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower.
+
+    ``log_prior`` [C] is the log share of each class in all training images (an absent class counts as one image).
+    """
+
+    log_prior: Tensor
 
     def __init__(self, backbone: Backbone, task: TaskView, config: LoRAOptions, scope: Scope) -> None:
         super().__init__(backbone, task)
         self.attach(config, Branch("lora", scope, config.rank, config.alpha))
         if not backbone.has_text:
             self.head = ScopedLinear(backbone.embed_dim, len(task.classes), scope)
+        counts = torch.tensor(task.counts or [1] * len(task.classes)).clamp(min=1)
+        self.register_buffer("log_prior", (counts / counts.sum()).log(), persistent=False)
 
     def class_features(self) -> Tensor | None:
         """[C, D] with the LoRA acting on the text tower, if it is attached there."""

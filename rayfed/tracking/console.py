@@ -116,6 +116,11 @@ class Console:
             keys = ("acc_macro", "acc_weighted", "acc_worst", "p10", "p50", "p90", "acc_full")
             table.add_row(label, *(percent(row[k]) if k in row else "" for k in keys))
         self._rich.print(table)
+        for view, label in (("zero_shot", "zero-shot"), ("global", "GM"), ("personal", "PM")):
+            row = summary[view]
+            if row.get("few") is not None and row.get("many") is not None:
+                shares = ", ".join(f"{name} {percent(row[name])}" for name in ("many", "medium", "few"))
+                self.say(f"{label} by training images of the class: {shares}; worst {percent(row['worst_group'])}")
         self.say(
             f"bytes up {human_bytes(summary['bytes_up'])}, down {human_bytes(summary['bytes_down'])}; "
             f"updates missing: {summary['failures']}"

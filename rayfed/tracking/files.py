@@ -25,6 +25,7 @@ def write_start(out: Path, options: RunOptions, task: Task) -> None:
         "classes": list(task.classes),
         "template": task.template,
         "num_proxy": len(task.proxy.labels),
+        "train_counts": task.train_counts(),
         "num_test": len(task.test.labels),
         "clients": [{"train": len(c.train), "val": len(c.val), "test": len(c.test)} for c in task.clients],
         "notes": list(task.notes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ def draw_all(
     ]
     if any(r["clients"] or r["server"] for r in history):
         drawn.append(_save(out, "training.png", lambda: training(history)))
+    if any(e["global"].get("few") is not None for _, e in evaluated):
+        drawn.append(_save(out, "balance.png", lambda: by_class_size(evaluated)))
+    drawn += [_save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
     return drawn
 
 
@@ -85,6 +89,24 @@ def accuracy(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
     return figure
 
 
+def by_class_size(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
+    """Accuracy by round of classes with many, medium and few training images, one panel a group."""
+    groups = ("many", "medium", "few")
+    figure, axes = _axes(11, 3.8, len(groups))
+    rounds = [index for index, _ in evaluated]
+    for place, group in zip(axes, groups, strict=True):
+        for view, label, colour in VIEWS:
+            values = [_percent(e[view].get(group)) for _, e in evaluated]
+            if not np.isnan(values).all():
+                style = "--" if view == "zero_shot" else "-"
+                place.plot(rounds, values, color=colour, label=label, linestyle=style, marker="o", markersize=3)
+        place.set(xlabel="round", title=f"classes with {group} images", ylabel="accuracy (%)")
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
+        place.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    return figure
+
+
 def clients(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Each client's accuracy by view, sorted by the personal one; clients without test images are not shown."""
     held = sorted((r for r in rows if r["personal"] is not None), key=lambda r: r["personal"])
@@ -130,24 +152,66 @@ def partition(task: Task) -> Figure:
 
 
 def training(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Losses and whatever figures the method's clients and server report, by round."""
+    """Losses in one panel, and a panel for each figure of the method, with the extremes over clients beside it."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in history:
         for name, value in {**record["clients"], **record["server"]}.items():
-            series.setdefault(name, []).append((record["round"] + 1, value))
-    losses = {n: v for n, v in series.items() if n.startswith("loss_")}
-    others = {n: v for n, v in series.items() if n not in losses}
-    panels = [
-        (title, group) for title, group in (("Local loss terms", losses), ("Figures of the method", others)) if group
-    ]
-    figure, axes = _axes(5.5 * len(panels), 3.8, len(panels))
-    for place, (title, group) in zip(axes, panels, strict=True):
+            if name.count("/") < 2:
+                series.setdefault(name, []).append((record["round"] + 1, value))
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, values in series.items():
+        title = "local loss terms" if name.startswith("loss_") else name
+        for suffix in ("_min", "_max", "_many", "_medium", "_few"):
+            title = title.removesuffix(suffix)
+        panels.setdefault(title, {})[name.removeprefix("loss_")] = values
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(5.5, 3.6 * columns), 0.6 + 3 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for place, (title, group) in zip(places, panels.items(), strict=False):
         for name, values in group.items():
-            place.plot(*zip(*values, strict=True), marker="o", markersize=3, label=name.removeprefix("loss_"))
+            style = "--" if name.endswith(("_min", "_max")) else "-"
+            place.plot(*zip(*values, strict=True), style, marker="o", markersize=3, label=name)
         place.set(xlabel="round", title=title)
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
         place.grid(alpha=0.3)
-        place.legend(frameon=False)
+        if len(group) > 1:
+            place.legend(frameon=False, fontsize=7)
+    for place in places[len(panels) :]:
+        place.remove()
+    return figure
+
+
+Cells = dict[str, dict[str, dict[int, float]]]
+
+
+def cells(history: Sequence[Mapping[str, Any]]) -> dict[str, Cells]:
+    """Figures named ``picture/panel/row``, as ``{picture: {panel: {row: {round: value}}}}``."""
+    found: dict[str, Cells] = {}
+    for record in history:
+        for name, value in {**record["clients"], **record["server"]}.items():
+            if name.count("/") == 2:
+                picture, panel, row = name.split("/")
+                rows = found.setdefault(picture, {}).setdefault(panel, {})
+                rows.setdefault(row, {})[record["round"] + 1] = value
+    return found
+
+
+def heatmaps(panels: Cells) -> Figure:
+    """One heatmap a panel, rows in order of their names and rounds across; all panels share one colour scale."""
+    values = [v for rows in panels.values() for row in rows.values() for v in row.values()]
+    names = sorted({name for rows in panels.values() for name in rows})
+    last = max(index for rows in panels.values() for row in rows.values() for index in row)
+    figure, axes = _axes(2 + 3.5 * len(panels), min(14, 1.5 + 0.28 * len(names)), len(panels))
+    for place, (panel, rows) in zip(axes, sorted(panels.items()), strict=True):
+        grid = [[rows.get(name, {}).get(index, np.nan) for index in range(1, last + 1)] for name in names]
+        extent = (0.5, last + 0.5, len(names) - 0.5, -0.5)
+        shown = np.ma.masked_invalid(np.array(grid, dtype=float))
+        image = place.imshow(shown, aspect="auto", extent=extent, vmin=min(values), vmax=max(values), cmap="viridis")
+        place.set_yticks(range(len(names)), names, fontsize=7)
+        place.set(xlabel="round", title=panel)
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, fraction=0.04)
     return figure
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start
 
-METHODS = ("fedglad", "fedlora", "local", "zero_shot")
+METHODS = ("fedglad", "fedpurel", "fedlora", "local", "zero_shot")
 
 
 @pytest.fixture(scope="module")
