@@ -78,7 +78,12 @@ def lr_cells() -> list[Cell]:
         )
         for rate in ("1e-5", "5e-5", "5e-4")
     ]
-    return [*trained, *distilled]
+    others = [
+        Cell(f"{method} lr {rate}", 100, (f"method={method}", f"train.lr={rate}", "eval.every=0"))
+        for method, rates in (("fedsdg", ("3e-5", "1e-4", "3e-4", "1e-3")), ("fedpurel", ("1e-2", "3e-2", "1e-1")))
+        for rate in rates
+    ]
+    return [*trained, *distilled, *others]
 
 
 def fedglad_cells() -> list[Cell]:

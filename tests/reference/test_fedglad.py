@@ -97,18 +97,19 @@ def test_one_client_step_equals_the_paper(options, task, tmp_path):
     phase = worker.bench.method.phases(0, 2)[0]
     broadcast = server.begin(0, phase)
     (report,), packet = worker.train(broadcast, [TrainJob(1, 1, phase)])
+    # Parameters move by about 0.02; Adam turns rounding of vanishing gradients into at most a few per cent of a step.
     delta = server_payload(packet)
 
     expected_global, expected_local, expected_gate = reference_client(options, task, worker, shared)
     named = worker.bench.parameters[Scope.SHARED].named(shared + delta)
     for name, value in named.items():
-        torch.testing.assert_close(value, expected_global[short(name)].detach(), rtol=2e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(value, expected_global[short(name)].detach(), rtol=2e-4, atol=1e-4, msg=name)
     private = worker.bench.parameters[Scope.PRIVATE].named(worker._store.load(report.state).private)
     for name, value in private.items():
         if name.startswith("gate"):
-            torch.testing.assert_close(value, expected_gate[name.partition(".")[2]].detach(), rtol=2e-4, atol=2e-5)
+            torch.testing.assert_close(value, expected_gate[name.partition(".")[2]].detach(), rtol=2e-4, atol=1e-4)
         else:
-            torch.testing.assert_close(value, expected_local[short(name)].detach(), rtol=2e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(value, expected_local[short(name)].detach(), rtol=2e-4, atol=1e-4, msg=name)
     assert report.num_examples == len(task.clients[1].train)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from rayfed.conf.method import fedlora
 from rayfed.conf.options import LoRAOptions
 
 
@@ -14,20 +15,6 @@ class Options(LoRAOptions):
 
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "embedded": {"train.lr": 3e-3, "train.epochs": 2, "rounds": 8, "clients.n": 10},
-    "paper": {"train.lr": 3e-4, "train.epochs": 3, "rounds": 50, "clients.n": 20},
-    "authors": {  # the baseline as FedSDG's authors run it: they clip gradients for their own method only
-        "train.optimizer": "adam",
-        "train.lr": 1e-3,
-        "train.weight_decay": 1e-4,
-        "train.epochs": 5,
-        "train.batch": 128,
-        "train.clip_norm": 0.0,
-        "rounds": 100,
-        "clients.n": 100,
-        "clients.per_round": 10,
-        "method.rank": 8,
-        "method.alpha": 16.0,
-        "method.targets": ("out", "fc2"),
-    },
+    **fedlora.PROFILES,  # trained as the shared LoRA is
+    "embedded": {"train.lr": 3e-5, "train.epochs": 2, "rounds": 8, "clients.n": 10},
 }
