@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 
 import safetensors.torch
 import torch
@@ -34,17 +36,18 @@ def encoded_size(payload: Payload) -> int:
     """Return ``len(encode(payload))`` without copying the values."""
     if payload.is_empty:
         return 0
-    return sum(t.numel() * t.element_size() for t in _tensors(payload).values()) + header_size(payload)
+    table = tuple((name, t.dtype, tuple(t.shape)) for name, t in _tensors(payload).items())
+    return sum(t.numel() * t.element_size() for t in _tensors(payload).values()) + _header_size(table)
 
 
-def header_size(payload: Payload) -> int:
+@functools.cache
+def _header_size(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
     """Bytes of a message besides its values: an 8-byte length and the table of names, types and shapes."""
     start, table = 0, {}
     # The format stores tensors by descending item size, then by name.
-    for name, tensor in sorted(_tensors(payload).items(), key=lambda item: (-item[1].element_size(), item[0])):
-        stop = start + tensor.numel() * tensor.element_size()
-        kind = DTYPES[tensor.dtype]
-        table[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    for name, dtype, shape in sorted(tensors, key=lambda item: (-item[1].itemsize, item[0])):
+        stop = start + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = len(json.dumps(table, separators=(",", ":")))
     return 8 + -(-text // 8) * 8

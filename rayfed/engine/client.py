@@ -198,7 +198,8 @@ class ClientWorker:
     def _train_one(self, job: TrainJob) -> tuple[ClientReport, Payload]:
         started = time.perf_counter()
         state = self._load(job.private)
-        before = self.bench.parameters[Scope.SHARED].read()
+        received = self._received.params
+        before = self.bench.initial[Scope.SHARED] if received is None else received
         result = self.bench.method.client_step(self.bench.model, self._local_job(job, state))
         payload = self._upload(job.phase, before, result)
         count = result.report.examples if result.report.steps else 0
@@ -241,7 +242,7 @@ class ClientWorker:
     def _upload(self, phase: Phase, before: Tensor, result: ClientResult) -> Payload:
         if not phase.uploads or not before.numel():
             return Payload(None, result.upload)
-        return Payload(self.bench.parameters[Scope.SHARED].read() - before, result.upload)
+        return Payload((self.bench.parameters[Scope.SHARED].data - before.to(self.bench.device)).cpu(), result.upload)
 
     def _refuse_bad(self, phase: Phase, payload: Payload, count: int) -> None:
         shared = self.bench.initial[Scope.SHARED].numel()
@@ -254,7 +255,8 @@ class ClientWorker:
             raise ValueError(f"update refused: {problem}")
 
     def _refuse_bad_private(self) -> None:
-        if not bool(torch.isfinite(self.bench.parameters[Scope.PRIVATE].data).all()):
+        private = self.bench.parameters[Scope.PRIVATE].data
+        if private.numel() and not bool(torch.isfinite(private).all()):
             raise ValueError("update refused: private parameters are not finite")
 
     def _stage(self, job: TrainJob, state: ClientState) -> StateRef | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -41,7 +42,7 @@ def _params_problem(params: Tensor | None, wanted: int | None, share: float) -> 
         shown = "missing" if params is None else f"{params.dtype} {list(params.shape)}"
         return f"shared delta is {shown} where float32 [{wanted}] is declared"
     largest = float(params.abs().max()) if wanted else 0.0
-    if not torch.isfinite(torch.tensor(largest)):
+    if not math.isfinite(largest):
         return "shared delta is not finite"
     if largest * share >= LIMIT:
         return f"shared delta reaches {largest:.3g}, too large to be a trained adapter"

@@ -27,6 +27,7 @@ WORDS = [
     "data.proxy=16",
     "rounds=1",
     "train.epochs=1",
+    "train.lr=0.001",
     "partition.alpha=0.5",
 ]
 

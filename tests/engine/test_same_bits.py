@@ -82,4 +82,4 @@ def test_resume_refuses_other_options_and_a_used_folder(reference):
     done = run("method=fedlora", "engine.pool=local", f"out={out}", *FAST)
     assert done.returncode == 2 and "already holds a run" in done.stderr
     done = run("method=fedlora", "engine.pool=local", f"out={out}", "resume=auto", "train.lr=0.5", *FAST)
-    assert done.returncode == 2 and "train.lr was 0.003 and is now 0.5" in done.stderr
+    assert done.returncode == 2 and "train.lr was 3e-05 and is now 0.5" in done.stderr

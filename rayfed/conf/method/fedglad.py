@@ -80,7 +80,7 @@ class Options(LoRAOptions):
 
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "embedded": {"train.lr": 3e-3, "train.epochs": 2, "rounds": 8, "clients.n": 10, "method.distill_lr": 5e-4},
+    "embedded": {"train.lr": 1e-4, "train.epochs": 2, "rounds": 8, "clients.n": 10},
     "paper": {"train.lr": 3e-4, "train.epochs": 3, "rounds": 50, "clients.n": 20},
     "authors": {
         "train.lr": 1e-5,

@@ -16,7 +16,7 @@ class Options(LoRAOptions):
 
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "embedded": {"train.lr": 3e-3, "train.epochs": 2, "rounds": 8, "clients.n": 10},
+    "embedded": {"train.lr": 3e-5, "train.epochs": 2, "rounds": 8, "clients.n": 10},
     "paper": {"train.lr": 3e-4, "train.epochs": 3, "rounds": 50, "clients.n": 20},
     "authors": {  # the baseline as FedSDG's authors run it: they clip gradients for their own method only
         "train.optimizer": "adam",
