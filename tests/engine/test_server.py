@@ -1,0 +1,104 @@
+"""What counts in a phase: accepted clients of this very phase, once each, whatever else arrives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayfed.engine.bench import task_view
+from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.server import Server
+from rayfed.errors import RoundError
+
+METHOD = "method=tests.engine.faulty:Faulty"
+
+
+@pytest.fixture
+def pair(small, task, tmp_path):
+    options = small(METHOD)
+    return ClientWorker(options, task, tmp_path), Server(options, task_view(task), task.proxy)
+
+
+def trained(worker, server, broadcast, clients):
+    phase = worker.bench.method.phases(0, 2)[0]
+    outcomes, packet = worker.train(broadcast, [TrainJob(c, 1, phase) for c in clients])
+    assert all(isinstance(outcome, ClientReport) for outcome in outcomes)
+    return outcomes, packet
+
+
+def finished(server, packets, accepted):
+    phase = server.bench.method.phases(0, 2)[0]
+    for packet in packets:
+        server.receive(packet)
+    server.finish(phase, (0, 1, 2), accepted)
+    return server.state.shared
+
+
+def test_grouping_of_clients_over_packets_changes_no_bit(small, task, tmp_path):
+    results = []
+    for groups in ([[0, 1, 2]], [[2], [0, 1]], [[1], [2], [0]]):
+        options = small(METHOD)
+        worker, server = ClientWorker(options, task, tmp_path), Server(options, task_view(task), task.proxy)
+        phase = worker.bench.method.phases(0, 2)[0]
+        broadcast = server.begin(0, phase)
+        packets = [trained(worker, server, broadcast, group)[1] for group in groups]
+        results.append(finished(server, packets, (0, 1, 2)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_a_job_done_twice_is_a_job_done_once(pair):
+    """A reply that was lost is answered again with the same bits, and counts once even if both arrive."""
+    worker, server = pair
+    phase = worker.bench.method.phases(0, 2)[0]
+    broadcast = server.begin(0, phase)
+    first, packet = trained(worker, server, broadcast, [0, 1])
+    again, repeated = trained(worker, server, broadcast, [0, 1])
+    assert [r.state for r in first] == [r.state for r in again]
+    assert torch.equal(packet.folded.total, repeated.folded.total)
+    once = finished(server, [packet, repeated], (0, 1))
+    expected = worker.bench.initial[next(iter(worker.bench.initial))] + packet.folded.mean()
+    assert torch.equal(once, expected)
+
+
+def test_late_and_unwanted_answers_are_not_mixed_in(pair):
+    worker, server = pair
+    phase = worker.bench.method.phases(0, 2)[0]
+    _, old = trained(worker, server, server.begin(0, phase), [0])
+    finished(server, [old], (0,))
+    broadcast = server.begin(1, phase)
+    _, wanted = trained(worker, server, broadcast, [1])
+    _, beyond = trained(worker, server, broadcast, [2])
+    before = server.state.shared
+    after = finished(server, [old, wanted, beyond], (1,))
+    assert torch.equal(after, before + wanted.folded.mean())
+
+
+def test_an_accepted_update_that_is_not_there_stops_the_round(pair):
+    worker, server = pair
+    phase = worker.bench.method.phases(0, 2)[0]
+    _, packet = trained(worker, server, server.begin(0, phase), [0])
+    server.receive(packet)
+    with pytest.raises(RoundError, match=r"updates of clients \[2\] never reached the server"):
+        server.finish(phase, (0, 2), (0, 2))
+
+
+def test_a_phase_in_which_nobody_made_a_step_changes_nothing(pair):
+    _, server = pair
+    phase = server.bench.method.phases(0, 2)[0]
+    before, version = server.state.shared, server.state.version
+    server.begin(0, phase)
+    server.finish(phase, (), ())
+    assert server.state.version == version and torch.equal(server.state.shared, before)
+
+
+def test_snapshot_and_restore_give_the_same_state(pair, small, task):
+    worker, server = pair
+    phase = worker.bench.method.phases(0, 2)[0]
+    _, packet = trained(worker, server, server.begin(0, phase), [0, 1])
+    finished(server, [packet], (0, 1))
+    server.state = server.state.step(server.state.shared, teacher=torch.arange(3.0))
+    other = Server(small(METHOD), task_view(task), task.proxy)
+    other.restore(server.snapshot())
+    assert other.state.version == server.state.version
+    assert torch.equal(other.state.shared, server.state.shared)
+    assert torch.equal(other.state.extras["teacher"], torch.arange(3.0))
