@@ -79,7 +79,7 @@ class Options(LoRAOptions):
 
 PROFILES: dict[str, dict[str, Any]] = {
     "embedded": {
-        "train.lr": 3e-3,
+        "train.lr": 1e-3,
         "train.epochs": 2,
         "rounds": 8,
         "clients.n": 10,
