@@ -46,6 +46,7 @@ class Whole(Scoped):
 
     def __init__(self, variant: str) -> None:
         super().__init__(Scope.SHARED, "all")
+        self.trains = False
         self.inner = workload.make_model(variant)
         frozen = [(n, p) for n, p in self.inner.named_parameters() if not p.requires_grad]
         for name, parameter in frozen:  # as buffers: only parameters are sent
@@ -64,8 +65,9 @@ class Neutral(Method[Options]):
     def client_step(self, model: nn.Module, job: ClientJob) -> ClientResult:
         """The workload's own local epoch, on this client's own data."""
         assert isinstance(model, Whole)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
+        if not model.trains:
+            model.requires_grad_(True)
+            model.trains = True
         spec = workload.SPEC[self.config.variant]
         count, loss = workload.train(model.inner, *client_data(self.config.variant, job.client_id), spec["lr"])
         return ClientResult(FitReport(1, count, {"ce": loss}))

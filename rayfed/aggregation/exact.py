@@ -37,9 +37,9 @@ class ExactSum:
         Raises:
             OverflowError: the sum could leave its range; nothing has been added then.
         """
-        largest = float(delta.abs().max()) if delta.numel() else 0.0
-        self._reserve(largest * weight)
-        self.total += torch.round(delta.double() * 2.0**FRACTION_BITS).long() * weight
+        self._reserve(largest(delta) * weight)
+        fixed = delta.double().mul_(2.0**FRACTION_BITS).round_().long()
+        self.total.add_(fixed, alpha=weight)
         self.weight += weight
 
     def merge(self, other: ExactSum) -> None:
@@ -58,6 +58,11 @@ class ExactSum:
         if not self.bound + amount < LIMIT:
             raise OverflowError(f"delta x weight adds up to {self.bound + amount:.3g}, above {LIMIT:.3g}")
         self.bound += amount
+
+
+def largest(delta: Tensor) -> float:
+    """Largest magnitude in ``delta``; not finite if anything in it is not."""
+    return float(torch.linalg.vector_norm(delta, float("inf"))) if delta.numel() else 0.0
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[int]) -> Tensor:

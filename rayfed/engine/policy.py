@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rayfed.aggregation.exact import LIMIT
+from rayfed.aggregation.exact import LIMIT, largest
 from rayfed.messages import Payload, WireField
 
 
@@ -41,9 +41,9 @@ def _params_problem(params: Tensor | None, wanted: int | None, share: float) -> 
     if params is None or tuple(params.shape) != (wanted,) or params.dtype is not torch.float32:
         shown = "missing" if params is None else f"{params.dtype} {list(params.shape)}"
         return f"shared delta is {shown} where float32 [{wanted}] is declared"
-    largest = float(params.abs().max()) if wanted else 0.0
-    if not math.isfinite(largest):
+    size = largest(params)
+    if not math.isfinite(size):
         return "shared delta is not finite"
-    if largest * share >= LIMIT:
-        return f"shared delta reaches {largest:.3g}, too large to be a trained adapter"
+    if size * share >= LIMIT:
+        return f"shared delta reaches {size:.3g}, too large to be a trained adapter"
     return None
