@@ -58,7 +58,7 @@ class Context:
 
 
 def _tower(name: str) -> str:
-    return next((t.replace("_", " ") for t in ("image_tower", "text_tower") if t in name), "space of both towers")
+    return next((t.replace("_", " ") for t in ("image_tower", "text_tower") if t in name), "parts beside the towers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -72,8 +73,8 @@ class MlflowSink:
                 )
 
     def _open(self, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")  # its table-making is of no interest to the user
+        logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow.tracking import MlflowClient
 
         with _prepared(self.uri):
