@@ -24,7 +24,7 @@ from rayfed.conf.options import MethodOptions
 from rayfed.config import parse_options
 from rayfed.data.task import ClientData, ImageSet, Task
 from rayfed.engine.checkpoint import Checkpoints
-from rayfed.engine.pool import RayPool
+from rayfed.engine.ray_pool import RayPool
 from rayfed.engine.resources import connect
 from rayfed.engine.run import Federation, RoundRecord, state_folder
 from rayfed.methods.base import Batch, ClientJob, ClientResult, FitReport, Method, TaskView, View

@@ -66,14 +66,26 @@ def method_schema(name: str) -> type[MethodOptions]:
 def _method_module(name: str) -> types.ModuleType:
     """The module with ``Options`` and ``PROFILES`` of a method: rayfed's own, or that of ``module:Class``."""
     if ":" in name:
-        module = name.partition(":")[0]
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            raise OptionError(f"method={name}: module {module} cannot be imported ({error}).") from error
+        return _outside_module(*name.split(":", 1))
     if name not in METHODS:
         raise OptionError(unknown("method", name, METHODS))
     return importlib.import_module(f"rayfed.conf.method.{name}")
+
+
+def _outside_module(name: str, cls: str) -> types.ModuleType:
+    """Import the module of a method outside the package; it must hold the class, ``Options`` and ``PROFILES``."""
+    where = f"method={name}:{cls}"
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, ValueError) as error:
+        raise OptionError(f"{where}: module {name!r} cannot be imported ({error}).") from error
+    missing = [wanted for wanted in (cls, "Options", "PROFILES") if not hasattr(module, wanted)]
+    if missing:
+        raise OptionError(f"{where}: module {name!r} has no {' and no '.join(map(repr, missing))}.")
+    field = module.Options.model_fields.get("name")
+    if field is None or field.default != f"{name}:{cls}":
+        raise OptionError(f"{where}: Options.name in {name!r} must default to '{name}:{cls}'.")
+    return module
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -174,7 +186,7 @@ def _data_defaults(chosen: Values) -> Values:
 def _partition_file(chosen: Values) -> Values:
     """A partition file says how many clients there are; reading it reports what is wrong with it."""
     path = chosen.get("partition.file")
-    if chosen.get("partition.name") != "file" or path is None:
+    if chosen.get("partition.name") != "file" or path is None or "clients.n" in chosen:
         return {}
     try:
         return {"clients.n": len(json.loads(Path(str(path)).expanduser().read_text(encoding="utf-8"))["clients"])}
@@ -298,6 +310,8 @@ def _client_problems(options: RunOptions) -> list[str]:
         found.append(
             f"clients.per_round={clients.per_round} is above clients.n={clients.n}: lower it or raise clients.n."
         )
+    if clients.over_select > 0 and options.engine.pool == "local":
+        found.append("clients.over_select needs clients that work side by side: use engine.pool=ray, or leave it out.")
     if clients.min_updates > options.cohort_size:
         found.append(
             f"clients.min_updates={clients.min_updates} can never be met by "

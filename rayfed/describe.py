@@ -11,7 +11,8 @@ from typing import Any
 from rayfed import config
 from rayfed.backbones import names
 from rayfed.conf.options import RunOptions
-from rayfed.methods import METHODS
+from rayfed.errors import DataError
+from rayfed.methods import METHODS, make_method
 
 BACKBONE_KINDS = {"tiny": "embedded", "clip": "CLIP (open_clip)", "vit": "ViT (timm), classified by a linear head"}
 
@@ -47,7 +48,10 @@ def dry_run(options: RunOptions, out: Path) -> str:
 
     task = build_task_from_options(options)
     sizes = [len(c.train) for c in task.clients if len(c.train)]
-    steps = sum(-(-n // options.train.batch) * options.train.epochs for n in sizes) / max(len(sizes), 1)
+    if not sizes:
+        raise DataError("no client has a training image: nothing would be trained.")
+    trains = bool(make_method(options.method).phases(0, options.rounds))
+    steps = trains * sum(-(-n // options.train.batch) * options.train.epochs for n in sizes) / max(len(sizes), 1)
     down, up = _bytes(options, task)
     cohort = min(options.cohort_size, len(sizes))
     lines = [config.to_yaml(options).rstrip(), "", f"results:  {out}", *(f"note:     {n}" for n in task.notes)]

@@ -65,7 +65,7 @@ def _command(flags: set[str], words: Sequence[str]) -> int:
 
         print(describe.listing())
         return 0
-    options = config.parse_options(words)
+    options = absolute_paths(config.parse_options(words))
     out = output_folder(options)
     if "--dry-run" in flags:
         from rayfed import describe
@@ -73,6 +73,26 @@ def _command(flags: set[str], words: Sequence[str]) -> int:
         print(describe.dry_run(options, out))
         return 0
     return execute(options, out)
+
+
+def _base() -> Path:
+    """What relative output paths are relative to: this folder, or in a submitted job one that outlives it."""
+    if JOB_MARK in os.environ:
+        return Path(os.environ.get("RAYFED_HOME", Path.home() / "rayfed"))
+    return Path.cwd()
+
+
+def absolute_paths(options: RunOptions) -> RunOptions:
+    """Return the options with paths that other processes open made absolute."""
+    changes: dict[str, Any] = {}
+    if options.backbone.checkpoint is not None:
+        path = Path(options.backbone.checkpoint).expanduser().resolve()
+        changes["backbone"] = options.backbone.model_copy(update={"checkpoint": str(path)})
+    uri = options.tracking.uri or ""
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        path = _base() / uri.removeprefix("sqlite:///")
+        changes["tracking"] = options.tracking.model_copy(update={"uri": f"sqlite:///{path}"})
+    return options.model_copy(update=changes)
 
 
 def output_folder(options: RunOptions) -> Path:
@@ -83,9 +103,7 @@ def output_folder(options: RunOptions) -> Path:
     """
     if options.resume == "auto" and options.out is None:
         raise OptionError("resume=auto needs out=DIR, the folder of the run to go on with.")
-    base = Path.cwd()
-    if JOB_MARK in os.environ:
-        base = Path(os.environ.get("RAYFED_HOME", Path.home() / "rayfed"))
+    base = _base()
     name = (
         options.out
         or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -97,9 +115,25 @@ def output_folder(options: RunOptions) -> Path:
     if used and options.resume == "never":
         raise OptionError(f"out={out} already holds a run: add resume=auto to go on with it, or choose another folder.")
     nearest = next(p for p in (out, *out.parents) if p.exists())
+    if not nearest.is_dir():
+        raise OptionError(f"out={out} lies in {nearest}, which is a file: choose another folder.")
+    if "?" in str(out) and options.tracking.enabled and options.tracking.uri is None:
+        raise OptionError(f"out={out} has a ? in it, which a database address cannot carry: choose a name without it.")
     if not os.access(nearest, os.W_OK):
         raise OptionError(f"out={out} cannot be written ({nearest} is read-only for this user): choose another folder.")
     return out
+
+
+def reserve(out: Path, *, named: bool) -> Path:
+    """Create the results folder; a name made from the time gets a number if another run was as quick to choose it."""
+    number = 1
+    while True:
+        folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=named)
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def execute(options: RunOptions, out: Path) -> int:
@@ -158,7 +192,7 @@ class _Run:
         from rayfed.tracking.observers import Observers
 
         task = build_task_from_options(self.options)
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.out = reserve(self.out, named=self.options.out is not None)
         with Console(self.options.rounds) as console:
             self._announce(console, task)
             observers = Observers(self.options, self.out, task, console)
@@ -198,11 +232,14 @@ class _Run:
             pool.close()
 
     def _pool(self, task: Task) -> Pool:
-        from rayfed.engine.pool import LocalPool, RayPool
         from rayfed.engine.run import state_folder
 
         if self.options.engine.pool == "local":
+            from rayfed.engine.pool import LocalPool
+
             return LocalPool(self.options, task, state_folder(self.out))
+        from rayfed.engine.ray_pool import RayPool
+
         return RayPool(self.options, task, state_folder(self.out), self.num_actors)
 
     def _federation(self, task: Task, pool: Pool, observers: Any) -> Federation:

@@ -50,7 +50,7 @@ class LoRAOptions(MethodOptions):
     """Rank of the LoRA matrices; not above the width of the narrowest adapted layer."""
     alpha: Positive = 16.0
     """LoRA alpha; the update is scaled by alpha / rank."""
-    targets: tuple[str, ...] = ("all",)
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Adapted layers: all, short names (q k v out fc1 fc2 proj), module names or patterns such as *.1*.mlp.c_fc."""
     towers: Literal["vision", "text", "both"] = "vision"
     """Which tower gets adapters."""
@@ -176,7 +176,7 @@ class EngineOptions(Frozen):
     pool: Literal["ray", "local"] = "ray"
     """Client actors on Ray, or everything in this process."""
     address: str | None = None
-    """Ray cluster to join; none: RAY_ADDRESS, then a cluster running on this machine, then a new one."""
+    """Ray cluster to join: host:port, or auto for one on this machine; none: RAY_ADDRESS, else a private one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Arithmetic of the frozen model; trainable parameters are float32. auto: bf16 on GPU, fp32 on CPU."""
     threads: Count = 1

@@ -68,7 +68,7 @@ class Checkpoints:
                 f"round {rounds_done} cannot be saved in {folder} ({error.strerror}): free some space and go on with "
                 "resume=auto; the last good save is kept."
             ) from error
-        self._prune()
+        self._prune(rounds_done)
 
     def exists(self) -> bool:
         """Whether any round was saved here, whole or not."""
@@ -120,16 +120,16 @@ class Checkpoints:
                 f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=."
             )
 
-    def _prune(self) -> None:
-        folders = self._folders()
-        for folder in folders[self._keep :]:
+    def _prune(self, rounds_done: int) -> None:
+        """Keep the newest saves up to ``rounds_done``; later folders are leftovers of a run that was set back."""
+        saves = [folder for folder in self._folders() if folder.name <= f"round_{rounds_done:05d}"]
+        kept = saves[: self._keep]
+        for folder in set(self._folders()) - set(kept):
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-        needed = {file for folder in folders[: self._keep] for file in _private_files(folder)}
-        if not needed:
-            return
+        needed = {file for folder in kept for file in _private_files(folder)}
         for path in self.clients.glob("*/*.safetensors"):
-            if str(path.relative_to(self.clients)) not in needed:
+            if needed and str(path.relative_to(self.clients)) not in needed:
                 path.unlink(missing_ok=True)
 
 
@@ -140,23 +140,37 @@ def _private_files(folder: Path) -> list[str]:
         return []
 
 
-RESUMABLE = (
-    "out",
-    "resume",
-    "rounds",
-    "engine.",
-    "clients.actors",
-    "clients.cpu",
-    "clients.gpu",
-    "server.",
-    "tracking.",
-    "eval.",
-    "checkpoint.",
-    "profile",
+RESUMABLE = frozenset(
+    {
+        "out",
+        "resume",
+        "rounds",
+        "profile",
+        "engine.pool",
+        "engine.address",
+        "engine.retries",
+        "clients.actors",
+        "clients.cpu",
+        "clients.gpu",
+        "clients.min_updates",
+        "clients.deadline_s",
+        "server.cpu",
+        "server.gpu",
+        "eval.every",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "tracking.enabled",
+        "tracking.uri",
+        "tracking.experiment",
+        "tracking.run_name",
+    }
 )
-"""Options (or their groups) that a resumed run may change."""
+"""Options a resumed run may change: none of them changes a bit of what is computed, except ``rounds``.
+
+(``deadline_s`` decides who answers in time, which no two runs share anyway.)
+"""
 
 
 def identity(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The options that make a run what it is: all but ``RESUMABLE``."""
-    return {name: value for name, value in flat.items() if not name.startswith(RESUMABLE)}
+    return {name: value for name, value in flat.items() if name not in RESUMABLE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +40,14 @@ def connect(options: RunOptions) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # an actor with 0 GPUs sees none
     address = options.engine.address or os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {"namespace": "rayfed", "logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None and _join_here(settings):
-        return True
+    if address is None:  # one of our own: runs side by side on a machine must not take each other's actors' places
+        settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    else:
+        settings["address"] = address
+        _refuse_unreachable(address)
     try:
-        if address is None:
-            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
-        else:
-            ray.init(address=address, **settings)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.init(**settings)
+    except Exception as error:  # whatever Ray raises: no cluster, another version, a token it does not accept
         raise ResourceError(
             f"no Ray cluster could be joined at {address or 'this machine'} ({' '.join(str(error).split())[:300]}): "
             "check engine.address, or use engine.pool=local."
@@ -54,15 +55,18 @@ def connect(options: RunOptions) -> bool:
     return True
 
 
-def _join_here(settings: Mapping[str, Any]) -> bool:
-    """Join a cluster started on this machine by ``ray start``, if there is one."""
-    import ray
-
+def _refuse_unreachable(address: str) -> None:
+    """Ray itself tries for minutes; a port that nobody listens on is told at once."""
+    host, _, port = address.partition("://")[2].rpartition(":") if "://" in address else address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or something Ray will judge
     try:
-        ray.init(address="auto", **settings)
-    except ConnectionError:
-        return False
-    return True
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ResourceError(
+            f"nothing answers at engine.address={address} ({error.strerror or error}): check it, start a cluster "
+            "there, or leave it out for a private one."
+        ) from error
 
 
 def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Plan:

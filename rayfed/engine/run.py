@@ -26,7 +26,7 @@ from rayfed.engine.client import ClientReport, Prediction, TrainJob
 from rayfed.engine.pool import Pool, ServerLost
 from rayfed.engine.sampling import draw_cohort
 from rayfed.engine.store import StateRef
-from rayfed.errors import RoundError
+from rayfed.errors import CheckpointError, RoundError
 from rayfed.messages import ClientFailure, Phase
 from rayfed.methods.base import AnyMethod
 
@@ -81,10 +81,17 @@ class Federation:
         saved = self.checkpoints.load_newest()
         if saved is None:
             return None
+        if saved.rounds_done > self.options.rounds:
+            raise CheckpointError(
+                f"rounds={self.options.rounds} is below the {saved.rounds_done} rounds already played: raise it."
+            )
         self.private, self.history = dict(saved.private), list(saved.figures["history"])
         self.pool.restore(saved.server)
+        planned = saved.figures["rounds"]
+        longer = f"; planned for {planned} rounds, now {self.options.rounds}: schedules over rounds differ from one go"
         skipped = f"; passed over {', '.join(saved.passed_over)}" if saved.passed_over else ""
-        return f"resumed after round {saved.rounds_done}{skipped}"
+        changed = longer if planned != self.options.rounds else ""
+        return f"resumed after round {saved.rounds_done}{skipped}{changed}"
 
     def play(self) -> None:
         """Play every round that is left.
@@ -95,7 +102,7 @@ class Federation:
         self._snapshot = self.pool.snapshot()
         first = len(self.history)
         if first >= self.options.rounds:
-            self._evaluate(self.options.rounds - 1)
+            self.history[-1]["evaluation"] = self._evaluate(self.options.rounds - 1)
         for index in range(first, self.options.rounds):
             started = time.perf_counter()
             record = self._surviving(lambda index=index: self._round(index))  # type: ignore[misc]
@@ -206,7 +213,9 @@ class Federation:
         every = self.options.checkpoint.every
         if index + 1 == self.options.rounds or (index + 1) % every == 0:
             server = self.pool.fetch(self._snapshot)
-            self.checkpoints.save(index + 1, server, self.private, {"history": self.history})
+            self.checkpoints.save(
+                index + 1, server, self.private, {"history": self.history, "rounds": self.options.rounds}
+            )
 
 
 def _weighted_means(reports: Sequence[ClientReport]) -> dict[str, float]:

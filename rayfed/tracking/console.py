@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -36,11 +37,20 @@ def never_raise_on_print() -> None:
             reconfigure(errors="backslashreplace")
 
 
+class _Quiet(RichConsole):
+    """A console that falls silent when nobody reads it any more (``... | head``); the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Stop printing, and keep the interpreter from flushing into the closed pipe at its end."""
+        self.quiet = True
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 class Console:
     """An observer that prints."""
 
     def __init__(self, rounds: int, *, first_round: int = 0) -> None:
-        self._rich = RichConsole(width=None if sys.stdout.isatty() else 110, highlight=False)
+        self._rich = _Quiet(width=None if sys.stdout.isatty() else 110, highlight=False)
         self._rounds = rounds
         self._seconds = 0.0
         self._played = 0

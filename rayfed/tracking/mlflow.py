@@ -34,6 +34,7 @@ class MlflowSink:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._client: Any = None
         self._broken = False
+        self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -54,7 +55,8 @@ class MlflowSink:
         """Log ``folder``'s pictures, tables and adapters and close the run as FINISHED, FAILED or KILLED."""
         if not self._thread.is_alive():
             return
-        self._queue.put(lambda: self._close(status, folder))
+        self._last = lambda: self._close(status, folder)
+        self._queue.put(self._last)
         self._queue.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
@@ -62,11 +64,13 @@ class MlflowSink:
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:
-            if self._broken:
+            if self._broken and task is not self._last:
                 continue
             try:
                 task()
             except Exception as error:  # whatever a tracking store raises must not end training
+                if self._broken:
+                    continue
                 self._broken = True
                 log.warning(
                     "MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, _first_line(error)
@@ -110,13 +114,18 @@ class MlflowSink:
         )
 
     def _close(self, status: str, folder: Path | None) -> None:
-        if folder is not None:
-            for path in sorted(folder.iterdir()):
-                if path.is_dir() and path.name in {"plots", "adapters"}:
-                    self._client.log_artifacts(self._run_id, str(path), artifact_path=path.name)
-                elif path.suffix in {".yaml", ".json", ".jsonl", ".csv"}:
-                    self._client.log_artifact(self._run_id, str(path))
+        """Status first: a store that fails on a picture must not leave the run RUNNING."""
         self._client.set_terminated(self._run_id, status=status)
+        if folder is None or status == "KILLED":
+            return
+        for name in ("plots", "adapters/peft"):
+            if (folder / name).is_dir():
+                self._client.log_artifacts(self._run_id, str(folder / name), artifact_path=name)
+        # Clients' own adapters never go to a store: what is private stays in the results folder.
+        for path in (*sorted(folder.iterdir()), folder / "adapters" / "shared.safetensors"):
+            if path.is_file() and path.suffix in {".yaml", ".json", ".jsonl", ".csv", ".safetensors"}:
+                place = str(path.parent.relative_to(folder)).removeprefix(".")
+                self._client.log_artifact(self._run_id, str(path), artifact_path=place or None)
 
 
 def metrics(record: RoundRecord) -> dict[str, float]:
@@ -142,11 +151,21 @@ def view_command(uri: str) -> str:
 
 def saved_run(out: Path, uri: str) -> str | None:
     """The id of the run logged before from ``out`` to ``uri``, if any."""
+    content = _saved(out)
+    return content["run_id"] if content.get("uri") == uri else None
+
+
+def saved_uri(out: Path) -> str | None:
+    """The store a run was logged to before from ``out``, if any."""
+    return _saved(out).get("uri")
+
+
+def _saved(out: Path) -> dict[str, str]:
     try:
-        content = json.loads((out / "tracking.json").read_text(encoding="utf-8"))
+        content: dict[str, str] = json.loads((out / "tracking.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return str(content["run_id"]) if content.get("uri") == uri else None
+        return {}
+    return content
 
 
 def _database(uri: str) -> Path | None:

@@ -22,7 +22,7 @@ from rayfed.engine.server import Export
 from rayfed.engine.store import ClientStore, write_whole
 from rayfed.tracking import files
 from rayfed.tracking.console import Console
-from rayfed.tracking.mlflow import MlflowSink, default_uri, saved_run, view_command
+from rayfed.tracking.mlflow import MlflowSink, default_uri, saved_run, saved_uri, view_command
 
 log = logging.getLogger("rayfed")
 
@@ -38,7 +38,7 @@ class Observers:
 
     def _make_mlflow(self) -> MlflowSink:
         tracking, options = self.options.tracking, self.options
-        uri = tracking.uri or default_uri(self.out, named=options.out is not None)
+        uri = tracking.uri or saved_uri(self.out) or default_uri(self.out, named=options.out is not None)
         name = tracking.run_name or f"{options.method.name}-{options.data.name}-s{options.seed}"
         known = saved_run(self.out, uri) if options.resume == "auto" else None
 

@@ -85,7 +85,7 @@ def accuracy(evaluated: Sequence[tuple[int, Mapping[str, Any]]]) -> Figure:
     axes.set(xlabel="round", ylabel="accuracy on the clients' test images, %", title="Mean accuracy over clients")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=8)
     return figure
 
 

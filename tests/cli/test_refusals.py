@@ -23,7 +23,7 @@ WRONG = {
     "unknown data set": (["data=shaps"], "unknown data set 'shaps'; did you mean shapes?"),
     "unknown backbone": (["backbone=ViT-B-166"], "unknown backbone 'ViT-B-166'; did you mean"),
     "unknown partition": (["partition=dirichlt"], "partition=dirichlt: must be 'dirichlet'"),
-    "unknown profile": (["method=fedlora", "profile=authors"], "method=fedlora has no profile 'authors'"),
+    "unknown profile": (["method=zero_shot", "profile=authors"], "method=zero_shot has no profile 'authors'"),
     "not an option": (["fedglad"], "'fedglad' is not an option: write name=value"),
     "not a flag": (["--lsit"], "--lsit is not a flag"),
     "given twice": (["seed=1", "seed=2"], "seed is given twice"),
@@ -51,6 +51,14 @@ WRONG = {
     "data without root": (["data=cifar10"], "data=cifar10 needs data.root"),
     "resume nowhere": (["resume=auto"], "resume=auto needs out=DIR"),
     "partition without file": (["partition=file"], "partition=file needs partition.file"),
+    "address nobody answers": (["engine.address=127.0.0.1:9"], "nothing answers at engine.address=127.0.0.1:9"),
+    "no targets": (["method.targets=[]"], "method.targets"),
+    "extra clients without side by side": (
+        ["engine.pool=local", "clients.over_select=0.5"],
+        "clients.over_select needs",
+    ),
+    "outside method without module": (["method=nowhere.at:All"], "module 'nowhere.at' cannot be imported"),
+    "outside method without options": (["method=os:path"], "has no 'Options'"),
     "missing config": (["config=nowhere.yaml"], "config=nowhere.yaml cannot be read"),
 }
 
@@ -94,6 +102,25 @@ def test_impossible_data_and_models_are_refused(words, sentence, capsys, tmp_pat
     printed = capsys.readouterr().err
     assert sentence in printed and "Traceback" not in printed
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_runs_that_choose_the_same_name_get_folders_of_their_own(tmp_path):
+    from rayfed.run import reserve
+
+    first, second = (reserve(tmp_path / "outputs" / "run", named=False) for _ in range(2))
+    assert (first.name, second.name) == ("run", "run-2") and second.is_dir()
+    assert reserve(tmp_path / "mine", named=True) == reserve(tmp_path / "mine", named=True)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    from tests.engine.runs import start
+
+    process = start("method=zero_shot", "clients.n=2", "data.shots=1", "data.test_shots=1", "partition.alpha=1", *LOCAL,
+                    f"out={tmp_path / 'run'}")  # fmt: skip
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=120) == 0, errors
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_results_folder_that_cannot_be_written_is_refused(capsys, tmp_path):

@@ -96,6 +96,16 @@ def test_a_late_client_is_named_and_its_answer_never_used(ray_session, out):
     assert 2 in third["cohort"]
 
 
+def test_over_selection_does_not_wait_for_stragglers(ray_session, out):
+    started = time.monotonic()
+    words = [word for word in FAST if not word.startswith("clients.n=")]
+    done = run_well(METHOD, "clients.n=4", "clients.per_round=2", "clients.over_select=1", "clients.actors=3",
+                    "method.faults=[sleep:3]", f"out={out}", *words)  # fmt: skip
+    assert time.monotonic() - started < 200
+    assert [len(r["cohort"]) for r in records(out)] == [4, 4, 4]
+    assert all(r["failures"] == [] for r in records(out)), done.stdout
+
+
 def test_running_out_of_memory_beside_others_lowers_the_number_side_by_side(reference, ray_session, out):
     whole, _ = reference
     flags = out.parent / "flags"

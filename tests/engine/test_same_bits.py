@@ -63,6 +63,8 @@ def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):
     run_well("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=3", "resume=auto")
     summary = (out / "summary.json").read_text()
     assert '"rounds": 3' in summary
+    done = run("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=2", "resume=auto")
+    assert done.returncode == 2 and "rounds=2 is below the 3 rounds already played" in done.stderr
     assert_same_bits(reference["fedlora"], out, figures=False)
 
 

@@ -42,6 +42,9 @@ def test_a_run_is_in_the_store_with_options_figures_and_files(out):
     assert len(client.get_metric_history(run.info.run_id, "comms/bytes_up")) == 2
     names = {f.path for f in client.list_artifacts(run.info.run_id)}
     assert names >= {"plots", "adapters", "config.yaml", "clients.csv", "summary.json"}
+    # What is private to a client stays out of the store, which may be on another machine.
+    adapters = {f.path for f in client.list_artifacts(run.info.run_id, "adapters")}
+    assert adapters == {"adapters/shared.safetensors", "adapters/peft"}
     plots = {f.path for f in client.list_artifacts(run.info.run_id, "plots")}
     assert "plots/accuracy.png" in plots
     assert json.loads((out / "tracking.json").read_text())["run_id"] == run.info.run_id

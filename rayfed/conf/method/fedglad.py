@@ -72,6 +72,11 @@ class Options(LoRAOptions):
             found.append("method.towers=text leaves no image LoRA to gate: use method.towers=vision or both.")
         if self.noise > 0 and self.clip_logits is None:
             found.append("method.noise needs a bound on what one image adds: set method.clip_logits too.")
+        if self.noise > 0 and self.distill == "class_mean_server":
+            found.append(
+                "method.noise covers mean logits only but method.distill=class_mean_server sends mean features too: "
+                "use method.distill=class_mean."
+            )
         return found
 
     def uses_proxy(self) -> bool:

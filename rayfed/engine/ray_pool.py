@@ -1,0 +1,391 @@
+"""Client work on Ray actors.
+
+Each actor has a queue of its own clients, longest first; an idle actor steals from the longest queue. A dead actor is
+replaced in the background and its jobs are tried again one by one, a bounded number of times; jobs are safe to repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rayfed.adapters.scope import Scope
+from rayfed.conf.options import RunOptions
+from rayfed.data.task import ImageSet, Task
+from rayfed.engine.bench import task_view
+from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
+from rayfed.engine.pool import Job, Outcomes, ServerLost, Verb, late
+from rayfed.engine.server import Export, Server
+from rayfed.errors import RayfedError, ResourceError
+from rayfed.messages import Broadcast, ClientFailure, Phase, RoundRef
+
+log = logging.getLogger("rayfed")
+CALLS_IN_FLIGHT = 2
+"""Calls queued at an actor, so that it never waits for the driver."""
+NOTICE_S = 30.0
+"""How long the driver waits in silence for actors that the cluster has no room for."""
+T = TypeVar("T")
+
+
+class _WorkerShell:
+    """The Ray actor around a ``ClientWorker``; data arrive by a call, so that a replacement is set up the same."""
+
+    def setup(self, options: RunOptions, task: Task, states: Path) -> None:
+        """Build the worker. Raises ResourceError if private states saved here would not be seen by other nodes."""
+        self._worker = ClientWorker(options, task, states)
+        run = states.parents[1]
+        if self._worker.bench.initial[Scope.PRIVATE].numel() and not run.is_dir():
+            import socket
+
+            raise ResourceError(
+                f"out={run} is not there on node {socket.gethostname()}: private client states must be on storage that "
+                "every node sees; set out= to a shared folder."
+            )
+
+    def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob]) -> Any:
+        """See ``ClientWorker.train``."""
+        return self._worker.train(broadcast, jobs)
+
+    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob]) -> Any:
+        """See ``ClientWorker.predict``."""
+        return self._worker.predict(broadcast, jobs)
+
+
+class _ServerShell:
+    """The Ray actor around the ``Server``."""
+
+    def setup(self, options: RunOptions, view: Any, proxy: ImageSet) -> None:
+        """Build the server."""
+        self._server = Server(options, view, proxy)
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Run a method of the server."""
+        return getattr(self._server, verb)(*args)
+
+    def ping(self) -> bool:
+        """Answer, if alive."""
+        return True
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good."""
+
+    actor: Any = None
+    queue: deque[Job] = field(default_factory=deque)
+    busy: int = 0
+    usable: bool = False
+    retired: bool = False
+    failed_starts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something in flight: an actor's setup, work at it (``packet`` is its second result), or a packet's delivery."""
+
+    kind: Literal["setup", "work", "delivery"]
+    generation: int
+    slot: _Slot
+    actor: Any
+    jobs: tuple[Job, ...] = ()
+    packet: Any = None
+    outcomes: Outcomes = ()
+
+
+class RayPool:
+    """Client actors and a server actor on a Ray cluster."""
+
+    def __init__(self, options: RunOptions, task: Task, states: Path, num_workers: int) -> None:
+        import ray
+
+        self._ray = ray
+        self._options, self._states = options, states
+        self.num_workers, self.retried = num_workers, 0
+        self._task, self._proxy = ray.put(task), ray.put(task.proxy)
+        self._view = task_view(task)
+        self._attempts: dict[tuple[str, int, int], int] = {}
+        self._waiting: dict[Any, _Call] = {}
+        self._singles: deque[Job] = deque()
+        self._generation = 0
+        self._server, ready = self._start_server()
+        self._slots = [_Slot() for _ in range(num_workers)]
+        for slot in self._slots:
+            self._start_worker(slot)
+        self._errors_as_ours(lambda: self._ray.get(ready))
+        self._first_workers()
+
+    # Actors
+
+    def _start_server(self) -> tuple[Any, Any]:
+        share = self._options.server
+        actor = self._ray.remote(_ServerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0).remote()
+        return actor, actor.setup.remote(self._options, self._view, self._proxy)
+
+    def _start_worker(self, slot: _Slot) -> None:
+        """Start (or replace) a slot's actor; it is used once its setup is through."""
+        share = self._options.clients
+        shell = self._ray.remote(_WorkerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0)
+        slot.actor, slot.busy, slot.usable = shell.remote(), 0, False
+        ready = slot.actor.setup.remote(self._options, self._task, self._states)
+        self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
+
+    def _first_workers(self) -> None:
+        """Wait for all workers for a while, then go on with those that are there: the cluster may be busy."""
+        started = time.monotonic()
+        while any(call.kind == "setup" for call in self._waiting.values()):
+            enough = any(slot.usable for slot in self._slots) and time.monotonic() - started > NOTICE_S
+            done, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=NOTICE_S)
+            if not done:
+                usable = sum(slot.usable for slot in self._slots)
+                log.warning(
+                    "%d of %d client actors have started; the cluster has no room yet", usable, self.num_workers
+                )
+            for reference in done:
+                self._collect(reference)
+            if enough:
+                return
+
+    def _errors_as_ours(self, work: Callable[[], T]) -> T:
+        """Turn Ray's wrapper back into the error an actor raised on purpose."""
+        try:
+            return work()
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RayfedError):
+                raise error.cause from None
+            raise
+        except self._ray.exceptions.RayActorError as error:
+            raise ResourceError(f"the server actor died while starting ({_first_line(error)}).") from error
+
+    # Server
+
+    def _ask(self, verb: str, *args: Any) -> tuple[Any, Any]:
+        """Return the reference and the value of a server call. Raises ServerLost."""
+        reference = self._server.call.remote(verb, *args)
+        try:
+            return reference, self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+        except self._ray.exceptions.RayActorError as error:
+            raise ServerLost(f"the server actor died ({_first_line(error)})") from error
+
+    def begin(self, round_index: int, phase: Phase) -> tuple[Any, int]:
+        """Open a phase; workers read the broadcast from the object store, once per node."""
+        reference, broadcast = self._ask("begin", round_index, phase)
+        return reference, len(broadcast.payload)
+
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
+        """Run the server step."""
+        figures: dict[str, float] = self._ask("finish", phase, cohort, accepted)[1]
+        return figures
+
+    def snapshot(self) -> Any:
+        """A reference to the state in the object store."""
+        return self._ask("snapshot")[0]
+
+    def fetch(self, snapshot: Any) -> bytes:
+        """Bytes of the state."""
+        data: bytes = snapshot if isinstance(snapshot, bytes) else self._ray.get(snapshot)
+        return data
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore the state, in a new server actor if the old one is dead."""
+        try:
+            self._ask("restore", snapshot)
+        except ServerLost:
+            self._server, ready = self._start_server()
+            self._errors_as_ours(lambda: self._ray.get(ready))
+            self._ask("restore", snapshot)
+
+    def trainable(self) -> list[str]:
+        """What is trained."""
+        sentences: list[str] = self._ask("trainable")[1]
+        return sentences
+
+    def export(self) -> Export:
+        """Trained parameters by name."""
+        export: Export = self._ask("export")[1]
+        return export
+
+    # Work
+
+    def run(
+        self, verb: Verb, broadcast: Any, jobs: Sequence[Job], *, deadline_s: float | None = None
+    ) -> Iterator[Outcomes]:
+        """Yield outcomes as they come. What an earlier run left unfinished keeps its actor busy and is thrown away."""
+        self._generation += 1
+        self._attempts = {}
+        end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
+        self._deal(jobs)
+        try:
+            while self._send(verb, broadcast) or self._unfinished():
+                left = max(0.0, end - time.monotonic())
+                done, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=min(left, NOTICE_S))
+                if not done and left <= NOTICE_S:
+                    yield self._give_up(deadline_s)
+                    return
+                for reference in done:
+                    if outcomes := self._collect(reference):
+                        yield outcomes
+        finally:
+            self._singles.clear()
+            for slot in self._slots:
+                slot.queue.clear()
+
+    def _deal(self, jobs: Sequence[Job]) -> None:
+        for job in sorted(jobs, key=lambda job: -job.cost):
+            home = job.client_id if job.client_id >= 0 else job.cost + _start(job)
+            self._slots[home % self.num_workers].queue.append(job)
+
+    def _unfinished(self) -> bool:
+        mine = any(c.kind != "setup" and c.generation == self._generation for c in self._waiting.values())
+        return mine or bool(self._singles) or any(slot.queue for slot in self._slots)
+
+    def _send(self, verb: Verb, broadcast: Any) -> bool:
+        """Keep every usable actor supplied; return whether anything was sent."""
+        sent = False
+        for slot in self._slots:
+            while slot.usable and slot.busy < CALLS_IN_FLIGHT and (jobs := self._next_jobs(slot)):
+                report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
+                self._waiting[report] = _Call("work", self._generation, slot, slot.actor, tuple(jobs), packet)
+                slot.busy += 1
+                sent = True
+        return sent
+
+    def _next_jobs(self, slot: _Slot) -> list[Job]:
+        """A shrinking share of what is left: few calls at first, an even finish. Jobs that were in a crash go alone."""
+        if self._singles:
+            return [self._singles.popleft()]
+        source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
+        left = sum(len(other.queue) for other in self._slots)
+        share = min(len(source.queue), math.ceil(left / (2 * self.num_workers)))
+        take = source.queue.popleft if source is slot else source.queue.pop
+        return [take() for _ in range(share)]
+
+    def _collect(self, reference: Any) -> Outcomes:
+        """Take in something that is done; return the outcomes that are now complete."""
+        call = self._waiting.pop(reference)
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+        except self._ray.exceptions.RayError as error:
+            return self._recover(call, error)
+        if call.kind == "setup":
+            call.slot.usable = call.slot.actor is call.actor and not call.slot.retired
+            return ()
+        if call.kind == "delivery":
+            return call.outcomes
+        if call.slot.actor is call.actor:
+            call.slot.busy -= 1
+        return self._worked(call, tuple(result)) if call.generation == self._generation else ()
+
+    def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
+        """Send the packet on to the server; outcomes count once it is there."""
+        outcomes = self._spare_memory(call, outcomes)
+        if not isinstance(call.jobs[0], TrainJob) or not outcomes:
+            return outcomes
+        delivery = self._server.call.remote("receive", call.packet)
+        self._waiting[delivery] = _Call("delivery", call.generation, call.slot, call.actor, call.jobs, None, outcomes)
+        return ()
+
+    # Trouble
+
+    def _give_up(self, deadline_s: float | None) -> Outcomes:
+        """The deadline: name every client that has not answered, and replace the actors that are still at work."""
+        missing = [job for slot in self._slots for job in slot.queue] + list(self._singles)
+        for reference, call in list(self._waiting.items()):
+            if call.kind == "setup":
+                continue
+            del self._waiting[reference]
+            if call.generation == self._generation:
+                missing += call.jobs
+            if call.kind == "work" and call.slot.actor is call.actor:
+                self._replace(call.slot)
+        return tuple(late(job, deadline_s) for job in missing)
+
+    def _spare_memory(self, call: _Call, outcomes: Outcomes) -> Outcomes:
+        """Where clients ran out of memory beside each other, end that actor and try them again at the others."""
+        short = {o.client_id for o in outcomes if isinstance(o, ClientFailure) and "OutOfMemory" in o.error_type}
+        running = [slot for slot in self._slots if not slot.retired]
+        again = [job for job in call.jobs if job.client_id in short and len(running) > 1 and self._may_retry(job)]
+        if not again:
+            return outcomes
+        self._singles.extend(again)
+        if call.slot in running and call.slot.actor is call.actor:
+            call.slot.retired, call.slot.usable = True, False
+            self._ray.kill(call.actor, no_restart=True)  # gives its memory back
+            log.warning(
+                "client %s ran out of memory: going on with %d side by side (raise clients.gpu or lower train.batch)",
+                ", ".join(str(job.client_id) for job in again),
+                len(running) - 1,
+            )
+        retried = {job.client_id for job in again}
+        return tuple(o for o in outcomes if not (isinstance(o, ClientFailure) and o.client_id in retried))
+
+    def _may_retry(self, job: Job) -> bool:
+        key = (type(job).__name__, job.client_id, _start(job))
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        allowed = self._attempts[key] <= self._options.engine.retries
+        self.retried += int(allowed)
+        return allowed
+
+    def _recover(self, call: _Call, error: Exception) -> Outcomes:
+        """A worker died (in its setup or at work), its packet was lost, or the server died."""
+        if call.kind == "delivery" and self._server_is_dead():
+            raise ServerLost(f"the server actor died ({_first_line(error)})") from error
+        if call.kind == "setup":
+            self._count_failed_start(call.slot, error)
+        if call.kind != "delivery" and call.slot.actor is call.actor and not call.slot.retired:
+            self._replace(call.slot)  # its other calls in flight fail too: they find another actor here
+        if call.generation != self._generation:
+            return ()
+        again = [job for job in call.jobs if self._may_retry(job)]
+        self._singles.extend(again)
+        lost = [job for job in call.jobs if job not in again]
+        what = _reason(self._ray, error), _first_line(error), self._options.engine.retries + 1
+        return tuple(ClientFailure(RoundRef(-1, "", -1), job.client_id, *what) for job in lost)
+
+    def _count_failed_start(self, slot: _Slot, error: Exception) -> None:
+        slot.failed_starts += 1
+        if slot.failed_starts > self._options.engine.retries:
+            slot.retired = True
+            if all(other.retired for other in self._slots):
+                raise ResourceError(
+                    f"no client actor can be started ({_reason(self._ray, error)}: {_first_line(error)})."
+                )
+
+    def _server_is_dead(self) -> bool:
+        try:
+            self._ray.get(self._server.ping.remote())
+        except self._ray.exceptions.RayActorError:
+            return True
+        return False
+
+    def _replace(self, slot: _Slot) -> None:
+        self._ray.kill(slot.actor, no_restart=True)
+        self._start_worker(slot)
+
+    def close(self) -> None:
+        """Kill the actors."""
+        for actor in (self._server, *(slot.actor for slot in self._slots)):
+            self._ray.kill(actor, no_restart=True)
+
+
+def _start(job: Job) -> int:
+    return job.start if isinstance(job, PredictJob) else 0
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _reason(ray: Any, error: Exception) -> str:
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "killed for memory"
+    return "crashed" if isinstance(error, ray.exceptions.RayActorError) else "reply lost"
