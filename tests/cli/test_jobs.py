@@ -67,10 +67,16 @@ def wait_for_dashboard(port: int) -> None:
 
 
 def submit(cluster, cwd, *words):
+    """``ray job submit``; a head node that has just started has no agent for jobs yet, and says so."""
     command = [*RAY, "job", "submit", "--working-dir", ".", "--", "python", "-m", "rayfed.run", *words]
-    return subprocess.run(
-        command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
-    )
+    for _ in range(20):
+        done = subprocess.run(
+            command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
+        )
+        if "No available agent" not in done.stdout + done.stderr:
+            break
+        time.sleep(3)
+    return done
 
 
 @pytest.fixture(scope="module")
