@@ -42,7 +42,8 @@ def cluster(tmp_path_factory):
     temporary = Path("/tmp") / f"rf{os.getpid()}"  # Ray's sockets need a short path
     head = subprocess.Popen(
         [*RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=3", "--node-ip-address=127.0.0.1",
-         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={temporary}"],
+         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={temporary}",
+         f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"],
         env={k: v for k, v in environment.items() if k != "RAY_ADDRESS"},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -69,7 +70,7 @@ def wait_for_dashboard(port: int) -> None:
 def submit(cluster, cwd, *words):
     """``ray job submit``; a head node that has just started has no agent for jobs yet, and says so."""
     command = [*RAY, "job", "submit", "--working-dir", ".", "--", "python", "-m", "rayfed.run", *words]
-    for _ in range(20):
+    for _ in range(8):
         done = subprocess.run(
             command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
         )

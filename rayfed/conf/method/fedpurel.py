@@ -74,7 +74,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "embedded": {
         "train.optimizer": "sgd",
         "train.momentum": 0.9,
-        "train.lr": 0.03,
+        "train.lr": 0.1,
         "train.epochs": 2,
         "train.clip_norm": 0.0,
         "rounds": 10,
