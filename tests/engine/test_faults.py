@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from tests.engine.runs import FAST, assert_same_bits, results, run, run_well, start
+from rayfed.run import main
+from tests.engine.runs import FAST, assert_same_bits, results, run_well, start
 
 METHOD = "method=tests.engine.faulty:Faulty"
 
@@ -43,18 +44,17 @@ def test_failed_clients_do_not_count(tmp_path):
     """A round with a refused update equals one in which that client failed before it trained."""
     refused, failed = tmp_path / "refused", tmp_path / "failed"
     for out, faults in ((refused, "nan:0@1,huge:2@1"), (failed, "raise:0@1,raise:2@1")):
-        run_well(METHOD, "engine.pool=local", f"method.faults=[{faults}]", f"out={out}", *FAST)
+        assert main([METHOD, "engine.pool=local", f"method.faults=[{faults}]", f"out={out}", *FAST]) == 0
     first, second = results(refused)[2], results(failed)[2]
     assert first.keys() == second.keys()
     assert all(bool((first[name] == second[name]).all()) for name in first)
 
 
-def test_too_few_good_updates_stop_the_run_with_the_last_state_saved(tmp_path):
+def test_too_few_good_updates_stop_the_run_with_the_last_state_saved(tmp_path, capsys):
     out = tmp_path / "run"
-    done = run(METHOD, "engine.pool=local", "method.faults=[raise:0@2,raise:1@2,raise:2@2]", "clients.min_updates=3",
-               f"out={out}", *FAST)  # fmt: skip
-    assert done.returncode == 1
-    assert "round 2 has 1 good updates of 4, below clients.min_updates=3" in done.stderr
+    faults = "method.faults=[raise:0@2,raise:1@2,raise:2@2]"
+    assert main([METHOD, "engine.pool=local", faults, "clients.min_updates=3", f"out={out}", *FAST]) == 1
+    assert "round 2 has 1 good updates of 4, below clients.min_updates=3" in capsys.readouterr().err
     assert (out / "checkpoints" / "round_00001" / "manifest.json").exists()
     assert not (out / "summary.json").exists()
 
@@ -63,7 +63,7 @@ def test_too_few_good_updates_stop_the_run_with_the_last_state_saved(tmp_path):
 def reference(tmp_path_factory):
     out = tmp_path_factory.mktemp("faults") / "reference"
     flags = tmp_path_factory.mktemp("flags")
-    run_well(METHOD, "engine.pool=local", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
+    assert main([METHOD, "engine.pool=local", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST]) == 0
     return out, flags
 
 

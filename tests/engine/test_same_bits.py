@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from rayfed.run import main
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start
 
 METHODS = ("fedglad", "fedpurel", "fedlora", "local", "zero_shot")
+
+
+def go(*words: str) -> None:
+    """The command in this process, which has torch and Ray loaded already."""
+    assert main(list(words)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -19,24 +25,24 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One in-process run per method."""
     folder = tmp_path_factory.mktemp("reference")
     for method in METHODS:
-        run_well(f"method={method}", "engine.pool=local", f"out={folder / method}", *FAST)
+        go(f"method={method}", "engine.pool=local", f"out={folder / method}", *FAST)
     return {method: folder / method for method in METHODS}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ray_equals_in_process(method, reference, ray_session, out):
-    run_well(f"method={method}", "clients.actors=2", f"out={out}", *FAST)
+    go(f"method={method}", "clients.actors=2", f"out={out}", *FAST)
     assert_same_bits(reference[method], out)
 
 
 @pytest.mark.parametrize("actors", [1, 4])
 def test_number_of_actors_does_not_matter(actors, reference, ray_session, out):
-    run_well("method=fedglad", f"clients.actors={actors}", f"out={out}", *FAST)
+    go("method=fedglad", f"clients.actors={actors}", f"out={out}", *FAST)
     assert_same_bits(reference["fedglad"], out)
 
 
 def test_evaluation_frequency_does_not_matter(reference, out):
-    run_well("method=fedglad", "engine.pool=local", "eval.every=0", f"out={out}", *FAST)
+    go("method=fedglad", "engine.pool=local", "eval.every=0", f"out={out}", *FAST)
     assert_same_bits(reference["fedglad"], out, figures=False)
 
 
@@ -59,8 +65,8 @@ def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, o
 def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):
     words = [word for word in FAST if not word.startswith("rounds")]
     # Warm-up follows the number of rounds; without it the first rounds of a longer run are the same.
-    run_well("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=1")
-    run_well("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=3", "resume=auto")
+    go("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=1")
+    go("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=3", "resume=auto")
     summary = (out / "summary.json").read_text()
     assert '"rounds": 3' in summary
     done = run("method=fedlora", "engine.pool=local", f"out={out}", *words, "rounds=2", "resume=auto")
@@ -68,14 +74,14 @@ def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):
     assert_same_bits(reference["fedlora"], out, figures=False)
 
 
-def test_a_cut_checkpoint_is_passed_over(reference, tmp_path):
+def test_a_cut_checkpoint_is_passed_over(reference, tmp_path, capsys):
     out = tmp_path / "run"
     words = ["method=fedglad", "engine.pool=local", f"out={out}", *FAST]
-    run_well(*words)
+    go(*words)
     newest = out / "checkpoints" / "round_00003" / "server.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
-    done = run_well(*words, "resume=auto")
-    assert "resumed after round 2; passed over round_00003: the server state is damaged" in done.stdout
+    go(*words, "resume=auto")
+    assert "resumed after round 2; passed over round_00003: the server state is damaged" in capsys.readouterr().out
     assert_same_bits(reference["fedglad"], out)
 
 
