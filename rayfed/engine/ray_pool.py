@@ -87,7 +87,10 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Something in flight: an actor's setup, work at it (``packet`` is its second result), or a packet's delivery."""
+    """Something in flight: an actor's setup, work at it (``packet``: its second result), or a packet's delivery.
+
+    ``weight`` is how much of the actor's room for calls it takes.
+    """
 
     kind: Literal["setup", "work", "delivery"]
     generation: int
@@ -95,6 +98,7 @@ class _Call:
     actor: Any
     jobs: tuple[Job, ...] = ()
     packet: Any = None
+    weight: int = 1
     outcomes: Outcomes = ()
 
 
@@ -112,6 +116,7 @@ class RayPool:
         self._attempts: dict[tuple[str, int, int], int] = {}
         self._waiting: dict[Any, _Call] = {}
         self._singles: deque[Job] = deque()
+        self._suspects: set[Job] = set()
         self._generation = 0
         self._server, ready = self._start_server()
         self._slots = [_Slot() for _ in range(num_workers)]
@@ -219,7 +224,7 @@ class RayPool:
     ) -> Iterator[Outcomes]:
         """Yield outcomes as they come. What an earlier run left unfinished keeps its actor busy and is thrown away."""
         self._generation += 1
-        self._attempts = {}
+        self._attempts, self._suspects = {}, set()
         end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
         self._deal(jobs)
         try:
@@ -252,14 +257,19 @@ class RayPool:
         for slot in self._slots:
             while slot.usable and slot.busy < CALLS_IN_FLIGHT and (jobs := self._next_jobs(slot)):
                 report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
-                self._waiting[report] = _Call("work", self._generation, slot, slot.actor, tuple(jobs), packet)
-                slot.busy += 1
+                weight = CALLS_IN_FLIGHT if jobs[0] in self._suspects else 1
+                self._waiting[report] = _Call("work", self._generation, slot, slot.actor, tuple(jobs), packet, weight)
+                slot.busy += weight
                 sent = True
         return sent
 
     def _next_jobs(self, slot: _Slot) -> list[Job]:
-        """A shrinking share of what is left: few calls at first, an even finish. Jobs that were in a crash go alone."""
-        if self._singles:
+        """A shrinking share of what is left: few calls at first, an even finish.
+
+        A job that was in a crash gets an idle actor to itself, so that it can take nobody along if it was the cause.
+        """
+        if self._singles and slot.busy == 0:
+            self._suspects.add(self._singles[0])
             return [self._singles.popleft()]
         source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
         left = sum(len(other.queue) for other in self._slots)
@@ -282,7 +292,7 @@ class RayPool:
         if call.kind == "delivery":
             return call.outcomes
         if call.slot.actor is call.actor:
-            call.slot.busy -= 1
+            call.slot.busy -= call.weight
         return self._worked(call, tuple(result)) if call.generation == self._generation else ()
 
     def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
@@ -291,7 +301,9 @@ class RayPool:
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
             return outcomes
         delivery = self._server.call.remote("receive", call.packet)
-        self._waiting[delivery] = _Call("delivery", call.generation, call.slot, call.actor, call.jobs, None, outcomes)
+        self._waiting[delivery] = _Call(
+            "delivery", call.generation, call.slot, call.actor, call.jobs, outcomes=outcomes
+        )
         return ()
 
     # Trouble
