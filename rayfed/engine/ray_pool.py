@@ -117,7 +117,7 @@ class RayPool:
         self._waiting: dict[Any, _Call] = {}
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
-        self._generation = 0
+        self._generation, self._room = 0, CALLS_IN_FLIGHT
         self._server, ready = self._start_server()
         self._slots = [_Slot() for _ in range(num_workers)]
         for slot in self._slots:
@@ -226,6 +226,12 @@ class RayPool:
         self._generation += 1
         self._attempts, self._suspects = {}, set()
         end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
+        # Where someone may be slow, nobody waits behind anybody.
+        clients = self._options.clients
+        self._room = 1 if deadline_s is not None or clients.over_select > 0 else CALLS_IN_FLIGHT
+        usable = [slot for slot in self._slots if slot.usable]
+        if usable and all(self._has_straggler(slot) for slot in usable):
+            self._replace(usable[0])
         self._deal(jobs)
         try:
             while self._send(verb, broadcast) or self._unfinished():
@@ -242,6 +248,11 @@ class RayPool:
             for slot in self._slots:
                 slot.queue.clear()
 
+    def _has_straggler(self, slot: _Slot) -> bool:
+        """Whether the slot's actor is still at work for an earlier run."""
+        calls = (c for c in self._waiting.values() if c.kind == "work" and c.generation != self._generation)
+        return any(call.slot is slot and call.actor is slot.actor for call in calls)
+
     def _deal(self, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: -job.cost):
             home = job.client_id if job.client_id >= 0 else job.cost + _start(job)
@@ -254,10 +265,11 @@ class RayPool:
     def _send(self, verb: Verb, broadcast: Any) -> bool:
         """Keep every usable actor supplied; return whether anything was sent."""
         sent = False
-        for slot in self._slots:
-            while slot.usable and slot.busy < CALLS_IN_FLIGHT and (jobs := self._next_jobs(slot)):
+        free = [slot for slot in self._slots if slot.usable and not self._has_straggler(slot)]
+        for slot in free:
+            while slot.busy < self._room and (jobs := self._next_jobs(slot)):
                 report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
-                weight = CALLS_IN_FLIGHT if jobs[0] in self._suspects else 1
+                weight = self._room if jobs[0] in self._suspects else 1
                 self._waiting[report] = _Call("work", self._generation, slot, slot.actor, tuple(jobs), packet, weight)
                 slot.busy += weight
                 sent = True
@@ -273,7 +285,7 @@ class RayPool:
             return [self._singles.popleft()]
         source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
         left = sum(len(other.queue) for other in self._slots)
-        share = min(len(source.queue), math.ceil(left / (2 * self.num_workers)))
+        share = min(len(source.queue), math.ceil(left / (2 * self.num_workers)) if self._room > 1 else 1)
         take = source.queue.popleft if source is slot else source.queue.pop
         return [take() for _ in range(share)]
 
