@@ -334,14 +334,17 @@ class RayPool:
         return tuple(late(job, deadline_s) for job in missing)
 
     def _spare_memory(self, call: _Call, outcomes: Outcomes) -> Outcomes:
-        """Where clients ran out of memory beside each other, end that actor and try them again at the others."""
+        """Where clients ran out of memory beside each other, end that actor; try them again, a bounded number of times.
+
+        Also where one actor is left: an ended one gives its memory back only a moment later.
+        """
         short = {o.client_id for o in outcomes if isinstance(o, ClientFailure) and "OutOfMemory" in o.error_type}
         running = [slot for slot in self._slots if not slot.retired]
-        again = [job for job in call.jobs if job.client_id in short and len(running) > 1 and self._may_retry(job)]
+        again = [job for job in call.jobs if job.client_id in short and self._may_retry(job)]
         if not again:
             return outcomes
         self._singles.extend(again)
-        if call.slot in running and call.slot.actor is call.actor:
+        if len(running) > 1 and call.slot in running and call.slot.actor is call.actor:
             call.slot.retired, call.slot.usable = True, False
             self._ray.kill(call.actor, no_restart=True)  # gives its memory back
             log.warning(

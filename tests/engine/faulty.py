@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -79,13 +80,12 @@ class Faulty(Method[Options]):
             time.sleep(600)
         if fault == "memory":
             # As a card that holds one client at a time: whoever comes while another is inside runs out.
-            inside = Path(self.config.flags) / "inside"
-            try:
-                inside.mkdir()
-            except FileExistsError:
-                raise torch.OutOfMemoryError("device has no room") from None
-            time.sleep(1.0)
-            inside.rmdir()
+            with (Path(self.config.flags) / "card").open("w") as card:
+                try:
+                    fcntl.flock(card, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when its process ends
+                except BlockingIOError:
+                    raise torch.OutOfMemoryError("device has no room") from None
+                time.sleep(1.0)
 
     def class_features(self, model):
         return model.text_features()
