@@ -36,8 +36,9 @@ def encoded_size(payload: Payload) -> int:
     """Return ``len(encode(payload))`` without copying the values."""
     if payload.is_empty:
         return 0
-    table = tuple((name, t.dtype, tuple(t.shape)) for name, t in _tensors(payload).items())
-    return sum(t.numel() * t.element_size() for t in _tensors(payload).values()) + _header_size(table)
+    tensors = _tensors(payload)
+    table = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    return sum(t.nbytes for t in tensors.values()) + _header_size(table)
 
 
 @functools.cache

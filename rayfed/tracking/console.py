@@ -29,14 +29,6 @@ def percent(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.1f} %"
 
 
-def never_raise_on_print() -> None:
-    """Let the console replace what its encoding cannot show."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-
-
 class _Quiet(RichConsole):
     """A console that falls silent when nobody reads it any more (``... | head``); the run goes on."""
 

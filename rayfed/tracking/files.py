@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import yaml
 
 from rayfed.conf.options import RunOptions
 from rayfed.config import to_yaml
@@ -77,9 +76,3 @@ def write_adapters(
 def dump(content: Any) -> bytes:
     """JSON for people: UTF-8, indented; refuses NaN, which JSON does not have."""
     return (json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False) + "\n").encode()
-
-
-def read_options(out: Path) -> dict[str, Any]:
-    """The saved options of a run."""
-    content: dict[str, Any] = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-    return content
