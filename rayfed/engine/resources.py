@@ -26,7 +26,8 @@ class Plan:
 def connect(options: RunOptions) -> bool:
     """Join the cluster that ``engine.address``, RAY_ADDRESS or this machine offers, else start one here.
 
-    Returns whether this call made the connection (and must end it). Raises ResourceError if it cannot be reached.
+    Returns whether this call made the connection (and must end it). Raises ResourceError if it cannot be reached, or
+    if this process is in another cluster already.
     """
     try:
         import ray
@@ -35,16 +36,18 @@ def connect(options: RunOptions) -> bool:
             f"engine.pool=ray but {sys.executable} has no Ray: pip install 'ray[default]' there, use the Python "
             "that has it (activate its environment before `ray start`), or set engine.pool=local."
         ) from error
+    address = options.engine.address or os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        _refuse_unreachable(address)
     if ray.is_initialized():
+        _refuse_another(options.engine.address, ray.get_runtime_context().gcs_address)
         return False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # an actor with 0 GPUs sees none
-    address = options.engine.address or os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {"namespace": "rayfed", "logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:  # one of our own: runs side by side on a machine must not take each other's actors' places
         settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     else:
         settings["address"] = address
-        _refuse_unreachable(address)
     try:
         ray.init(**settings)
     except Exception as error:  # whatever Ray raises: no cluster, another version, a token it does not accept
@@ -67,6 +70,15 @@ def _refuse_unreachable(address: str) -> None:
             f"nothing answers at engine.address={address} ({error.strerror or error}): check it, start a cluster "
             "there, or leave it out for a private one."
         ) from error
+
+
+def _refuse_another(asked: str | None, joined: str) -> None:
+    """A process is in one cluster at a time: another one by name is refused, not silently passed over."""
+    if asked is not None and ":" in asked and "://" not in asked and asked != joined:
+        raise ResourceError(
+            f"engine.address={asked} but this process is in the Ray cluster at {joined} already: leave engine.address "
+            "out, or call ray.shutdown() first."
+        )
 
 
 def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Plan:

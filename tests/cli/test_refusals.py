@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_wrong_options_are_refused(case, capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr().err
     assert sentence in printed and "Traceback" not in printed
     assert all(line.startswith("error: ") for line in printed.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_cluster_than_the_one_joined_is_refused(capsys, tmp_path, monkeypatch, ray_session):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert main([f"engine.address={asked}"]) == 2
+        assert main(["engine.address=127.0.0.1:9"]) == 2
+    printed = capsys.readouterr().err
+    assert f"engine.address={asked} but this process is in the Ray cluster at {ray_session} already" in printed
+    assert "nothing answers at engine.address=127.0.0.1:9" in printed
     assert not list(tmp_path.iterdir())
 
 
