@@ -1,0 +1,37 @@
+"""Run what is missing of a study and print its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+
+import benchmarks.studies
+from benchmarks.studies.cells import ROOT, Study, run_cell
+from benchmarks.studies.tables import table
+
+NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=benchmarks.studies.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=NAMES)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    study: Study = importlib.import_module(f"benchmarks.studies.{arguments.study}").STUDY
+    folder = ROOT / "benchmarks" / "results" / arguments.study
+    folder.mkdir(parents=True, exist_ok=True)
+    if not arguments.table:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(lambda cell: run_cell(cell, folder), study.cells))
+    text = table(study, folder)
+    (folder / "table.md").write_text(text + "\n", "utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Learning rates of the embedded profile, chosen on validation images."""
+
+from __future__ import annotations
+
+from benchmarks.studies.cells import TUNING_SEED, Cell, Study, summary
+from benchmarks.studies.fedglad import COLUMNS
+
+RATES = {
+    "local": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "fedlora": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "fedglad": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "fedsdg": ("3e-5", "1e-4", "3e-4", "1e-3"),
+    "fedpurel": ("1e-2", "3e-2", "1e-1"),
+}
+
+
+def _cells() -> tuple[Cell, ...]:
+    trained = [
+        Cell(f"{method} lr {rate}", TUNING_SEED, (f"method={method}", f"train.lr={rate}", "eval.every=0"))
+        for method, rates in RATES.items()
+        for rate in rates
+    ]
+    distilled = [
+        Cell(
+            f"fedglad lr 1e-4 distill {rate}",
+            TUNING_SEED,
+            ("method=fedglad", "train.lr=1e-4", f"method.distill_lr={rate}", "eval.every=0"),
+        )
+        for rate in ("1e-5", "5e-5", "5e-4")
+    ]
+    return (*trained, *distilled)
+
+
+STUDY = Study(_cells(), (*COLUMNS, ("validation PM", summary("val", "personal_acc"))))
