@@ -178,9 +178,9 @@ class _Run:
     def _check_resources(self) -> None:
         if self.options.engine.pool == "local":
             return
-        from rayfed.engine.resources import cluster_nodes, plan_actors
+        from rayfed.engine.resources import plan_here
 
-        plan = plan_actors(self.options, cluster_nodes())
+        plan = plan_here(self.options)
         self.num_actors = plan.num_actors
         if plan.note:
             print(f"note: {plan.note}")

@@ -177,6 +177,8 @@ class EngineOptions(Frozen):
     """Client actors on Ray, or everything in this process."""
     address: str | None = None
     """Ray cluster to join: host:port, or auto for one on this machine; none: RAY_ADDRESS, else a private one."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: the card a share was given of; cpu: compute on the CPU all the same, to rehearse a plan for GPUs."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Arithmetic of the frozen model; trainable parameters are float32. auto: bf16 on GPU, fp32 on CPU."""
     threads: Count = 1

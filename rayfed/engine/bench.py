@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -34,7 +35,7 @@ class Bench:
         torch.set_num_threads(options.engine.threads)
         self.options = options
         self.view = view
-        self.device = pick_device(gpu_share)
+        self.device = pick_device(gpu_share if options.engine.device == "auto" else 0.0)
         self.autocast = use_autocast(options.engine.precision, self.device)
         self.method: AnyMethod = make_method(options.method)
         chosen = options.backbone
@@ -111,8 +112,8 @@ def pick_device(gpu_share: float) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ResourceError(
-            "a GPU share was given to this process but torch sees no GPU: check the driver and the CUDA build of torch "
-            "on this node, or set clients.gpu=0 and server.gpu=0."
+            f"a GPU share was given to a process on node {socket.gethostname()} but torch sees no GPU there: check the "
+            "driver and the CUDA build of torch on that node, or set clients.gpu=0 and server.gpu=0."
         )
     return torch.device("cuda:0")
 

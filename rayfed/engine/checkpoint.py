@@ -148,6 +148,7 @@ RESUMABLE = frozenset(
         "profile",
         "engine.pool",
         "engine.address",
+        "engine.device",
         "engine.retries",
         "clients.actors",
         "clients.cpu",

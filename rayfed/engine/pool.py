@@ -54,14 +54,11 @@ class Pool(Protocol):
     def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step; return its figures. Raises ServerLost."""
 
-    def snapshot(self) -> Any:
-        """Return a handle of the server's state, kept where a dead server does not take it along."""
+    def snapshot(self) -> bytes:
+        """Return the server's state; the driver keeps it, where a dead server or its node cannot take it along."""
 
-    def fetch(self, snapshot: Any) -> bytes:
-        """Return the bytes of a snapshot."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Give the server (a new one, if it died) the state of ``snapshot``: a handle or bytes."""
+    def restore(self, snapshot: bytes) -> None:
+        """Give the server (a new one, if it died) a state."""
 
     def trainable(self) -> list[str]:
         """Return what is trained, one sentence per owner."""
@@ -109,10 +106,6 @@ class LocalPool:
     def snapshot(self) -> bytes:
         """The server's state."""
         return self._server.snapshot()
-
-    def fetch(self, snapshot: bytes) -> bytes:
-        """The snapshot itself."""
-        return snapshot
 
     def restore(self, snapshot: bytes) -> None:
         """Take up a state."""

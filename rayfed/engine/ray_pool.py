@@ -21,6 +21,7 @@ from rayfed.data.task import ImageSet, Task
 from rayfed.engine.bench import task_view
 from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, ServerLost, Verb, late
+from rayfed.engine.resources import plan_here
 from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError, ResourceError
 from rayfed.messages import Broadcast, ClientFailure, Phase, RoundRef
@@ -36,8 +37,8 @@ T = TypeVar("T")
 class _WorkerShell:
     """The Ray actor around a ``ClientWorker``; data arrive by a call, so that a replacement is set up the same."""
 
-    def setup(self, options: RunOptions, task: Task, states: Path) -> None:
-        """Build the worker. Raises ResourceError if private states saved here would not be seen by other nodes."""
+    def setup(self, options: RunOptions, task: Task, states: Path) -> str:
+        """Build the worker; return its node. Raises ResourceError if other nodes would not see states saved here."""
         self._worker = ClientWorker(options, task, states)
         run = states.parents[1]
         if self._worker.bench.initial[Scope.PRIVATE].numel() and not run.is_dir():
@@ -47,6 +48,10 @@ class _WorkerShell:
                 f"out={run} is not there on node {socket.gethostname()}: private client states must be on storage that "
                 "every node sees; set out= to a shared folder."
             )
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob]) -> Any:
         """See ``ClientWorker.train``."""
@@ -78,6 +83,7 @@ class _Slot:
     """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good."""
 
     actor: Any = None
+    node: str = ""
     queue: deque[Job] = field(default_factory=deque)
     busy: int = 0
     usable: bool = False
@@ -96,6 +102,7 @@ class _Call:
     generation: int
     slot: _Slot
     actor: Any
+    node: str = ""
     jobs: tuple[Job, ...] = ()
     packet: Any = None
     weight: int = 1
@@ -139,6 +146,17 @@ class RayPool:
         slot.actor, slot.busy, slot.usable = shell.remote(), 0, False
         ready = slot.actor.setup.remote(self._options, self._task, self._states)
         self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
+
+    def _grow(self) -> None:
+        """Start further actors where the cluster has room for more than at the start: a node was added."""
+        try:
+            wanted = plan_here(self._options).num_actors
+        except ResourceError:  # less room than at the start: what is here goes on
+            return
+        for _ in range(wanted - self.num_workers):
+            self._slots.append(_Slot())
+            self._start_worker(self._slots[-1])
+        self.num_workers = len(self._slots)
 
     def _first_workers(self) -> None:
         """Wait for all workers for a while, then go on with those that are there: the cluster may be busy."""
@@ -189,16 +207,12 @@ class RayPool:
         figures: dict[str, float] = self._ask("finish", phase, cohort, accepted)[1]
         return figures
 
-    def snapshot(self) -> Any:
-        """A reference to the state in the object store."""
-        return self._ask("snapshot")[0]
+    def snapshot(self) -> bytes:
+        """The server's state."""
+        state: bytes = self._ask("snapshot")[1]
+        return state
 
-    def fetch(self, snapshot: Any) -> bytes:
-        """Bytes of the state."""
-        data: bytes = snapshot if isinstance(snapshot, bytes) else self._ray.get(snapshot)
-        return data
-
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: bytes) -> None:
         """Restore the state, in a new server actor if the old one is dead."""
         try:
             self._ask("restore", snapshot)
@@ -229,6 +243,7 @@ class RayPool:
         # Where someone may be slow, nobody waits behind anybody.
         clients = self._options.clients
         self._room = 1 if deadline_s is not None or clients.over_select > 0 else CALLS_IN_FLIGHT
+        self._grow()
         usable = [slot for slot in self._slots if slot.usable]
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
@@ -240,6 +255,8 @@ class RayPool:
                 if not done and left <= NOTICE_S:
                     yield self._give_up(deadline_s)
                     return
+                if not done and not any(slot.usable for slot in self._slots):
+                    log.warning("no client actor is left and the cluster has no room for one; waiting")
                 for reference in done:
                     if outcomes := self._collect(reference):
                         yield outcomes
@@ -270,7 +287,9 @@ class RayPool:
             while slot.busy < self._room and (jobs := self._next_jobs(slot)):
                 report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
                 weight = self._room if jobs[0] in self._suspects else 1
-                self._waiting[report] = _Call("work", self._generation, slot, slot.actor, tuple(jobs), packet, weight)
+                self._waiting[report] = _Call(
+                    "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
+                )
                 slot.busy += weight
                 sent = True
         return sent
@@ -295,11 +314,14 @@ class RayPool:
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, self._ray.exceptions.ObjectLostError):  # what it was to read died with a node
+                return self._recover(call, error, input_lost=True)
             raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
         except self._ray.exceptions.RayError as error:
             return self._recover(call, error)
         if call.kind == "setup":
-            call.slot.usable = call.slot.actor is call.actor and not call.slot.retired
+            if call.slot.actor is call.actor:
+                call.slot.usable, call.slot.node = not call.slot.retired, result
             return ()
         if call.kind == "delivery":
             return call.outcomes
@@ -314,7 +336,7 @@ class RayPool:
             return outcomes
         delivery = self._server.call.remote("receive", call.packet)
         self._waiting[delivery] = _Call(
-            "delivery", call.generation, call.slot, call.actor, call.jobs, outcomes=outcomes
+            "delivery", call.generation, call.slot, call.actor, call.node, call.jobs, outcomes=outcomes
         )
         return ()
 
@@ -355,16 +377,23 @@ class RayPool:
         retried = {job.client_id for job in again}
         return tuple(o for o in outcomes if not (isinstance(o, ClientFailure) and o.client_id in retried))
 
-    def _may_retry(self, job: Job) -> bool:
-        key = (type(job).__name__, job.client_id, _start(job))
+    def _may_retry(self, job: Job, *, moved: bool = False) -> bool:
+        """Whether to try again: a bounded number of times; to move off lost nodes, at most once per actor."""
+        key = ("moved " * moved + type(job).__name__, job.client_id, _start(job))
         self._attempts[key] = self._attempts.get(key, 0) + 1
-        allowed = self._attempts[key] <= self._options.engine.retries
+        allowed = self._attempts[key] <= (self.num_workers if moved else self._options.engine.retries)
         self.retried += int(allowed)
         return allowed
 
-    def _recover(self, call: _Call, error: Exception) -> Outcomes:
-        """A worker died (in its setup or at work), its packet was lost, or the server died."""
-        if call.kind == "delivery" and self._server_is_dead():
+    def _node_is_lost(self, call: _Call, error: Exception) -> bool:
+        """Whether the actor went with its node (gone, or out of reach), which is no fault of its jobs."""
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return True
+        return call.node not in {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+
+    def _recover(self, call: _Call, error: Exception, *, input_lost: bool = False) -> Outcomes:
+        """A worker died (in its setup or at work), a packet or the broadcast was lost, or the server died."""
+        if (call.kind == "delivery" or input_lost) and self._server_is_dead():
             raise ServerLost(f"the server actor died ({_first_line(error)})") from error
         if call.kind == "setup":
             self._count_failed_start(call.slot, error)
@@ -372,7 +401,8 @@ class RayPool:
             self._replace(call.slot)  # its other calls in flight fail too: they find another actor here
         if call.generation != self._generation:
             return ()
-        again = [job for job in call.jobs if self._may_retry(job)]
+        moved = bool(call.node) and self._node_is_lost(call, error)
+        again = [job for job in call.jobs if self._may_retry(job, moved=moved)]
         self._singles.extend(again)
         lost = [job for job in call.jobs if job not in again]
         what = _reason(self._ray, error), _first_line(error), self._options.engine.retries + 1

@@ -63,30 +63,47 @@ def _refuse_unreachable(address: str) -> None:
     host, _, port = address.partition("://")[2].rpartition(":") if "://" in address else address.rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", or something Ray will judge
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ResourceError(
-            f"nothing answers at engine.address={address} ({error.strerror or error}): check it, start a cluster "
-            "there, or leave it out for a private one."
-        ) from error
+    for place in (host, *_what_ray_makes_of(host)):
+        try:
+            socket.create_connection((place, int(port)), timeout=5).close()
+        except OSError as error:
+            where = "" if place == host else f" of this machine as {place}, which Ray connects to"
+            raise ResourceError(
+                f"nothing answers at engine.address={address}{where} ({error.strerror or error}): check it, start a "
+                "cluster there, or leave it out for a private one."
+            ) from error
+
+
+def _what_ray_makes_of(host: str) -> list[str]:
+    """Ray replaces a loopback name by the machine's own address; a head bound to loopback alone is not found there."""
+    import ray
+
+    return [ray.util.get_node_ip_address()] if host in {"localhost", "127.0.0.1", "::1"} else []
 
 
 def _refuse_another(asked: str | None, joined: str) -> None:
     """A process is in one cluster at a time: another one by name is refused, not silently passed over."""
-    if asked is not None and ":" in asked and "://" not in asked and asked != joined:
+    if asked is None or ":" not in asked or "://" in asked:
+        return
+    host, _, port = asked.rpartition(":")
+    if joined not in {f"{place}:{port}" for place in (host, *_what_ray_makes_of(host))}:
         raise ResourceError(
             f"engine.address={asked} but this process is in the Ray cluster at {joined} already: leave engine.address "
             "out, or call ray.shutdown() first."
         )
 
 
-def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Plan:
-    """Return how many client actors fit beside the server on ``nodes`` (each a ``{"CPU": n, "GPU": n}``).
+def plan_actors(
+    options: RunOptions, living: Sequence[Mapping[str, float]], coming: Sequence[Mapping[str, float]] = ()
+) -> Plan:
+    """Return how many client actors fit beside the server on nodes (each a ``{"CPU": n, "GPU": n}``).
+
+    ``coming`` nodes are those an autoscaler starts when they are asked for.
 
     Raises:
         ResourceError: the server or not even one client actor fits on any node, now or ever.
     """
+    nodes = [*living, *coming]
     _refuse_impossible("server", options.server.cpu, options.server.gpu, nodes)
     _refuse_impossible("clients", options.clients.cpu, options.clients.gpu, nodes)
     free = _place_server(options, nodes)
@@ -101,7 +118,7 @@ def plan_actors(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Pl
     useful = min(fit, options.cohort_size)
     asked = options.clients.actors
     if asked == "auto":
-        return Plan(useful)
+        return Plan(useful, f"{len(coming)} nodes can be added by the autoscaler as needed." if coming else None)
     if asked > fit:
         return Plan(
             fit, f"clients.actors={asked} but {fit} fit on {_describe(nodes)}: {fit} run at a time, clients take turns."
@@ -163,3 +180,27 @@ def cluster_nodes() -> list[dict[str, float]]:
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def coming_nodes(living: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The nodes that the cluster's autoscaler may still start: what its groups allow, less those that live."""
+    from ray._private.state import state
+
+    config = state.get_cluster_config()
+    found: list[dict[str, float]] = []
+    for group in config.node_group_configs if config is not None else ():
+        size = {kind: float(group.resources.get(kind, 0)) for kind in ("CPU", "GPU")}
+        here = sum(all(node.get(kind, 0.0) == amount for kind, amount in size.items()) for node in living)
+        most = MANY if group.max_count < 0 else group.max_count
+        found += [size] * max(0, min(most, MANY) - here)
+    return found
+
+
+MANY = 256
+"""Nodes of one group that are reckoned with where the group has no maximum."""
+
+
+def plan_here(options: RunOptions) -> Plan:
+    """The plan for the joined cluster as it is now. Raises ResourceError as ``plan_actors`` does."""
+    living = cluster_nodes()
+    return plan_actors(options, living, coming_nodes(living))

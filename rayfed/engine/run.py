@@ -74,7 +74,7 @@ class Federation:
     history: list[dict[str, Any]] = field(default_factory=list)
     scores: evaluate.Scores = field(default_factory=evaluate.Scores)
     seconds: list[float] = field(default_factory=list)
-    _snapshot: Any = None
+    _snapshot: bytes = b""
 
     def resume(self) -> str | None:
         """Take up the newest whole save; return a sentence about it, None if there is none."""
@@ -212,10 +212,8 @@ class Federation:
     def _save(self, index: int) -> None:
         every = self.options.checkpoint.every
         if index + 1 == self.options.rounds or (index + 1) % every == 0:
-            server = self.pool.fetch(self._snapshot)
-            self.checkpoints.save(
-                index + 1, server, self.private, {"history": self.history, "rounds": self.options.rounds}
-            )
+            figures = {"history": self.history, "rounds": self.options.rounds}
+            self.checkpoints.save(index + 1, self._snapshot, self.private, figures)
 
 
 def _weighted_means(reports: Sequence[ClientReport]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engine.runs import FAST, ROOT, assert_same_bits, run_well, start
+from tests.engine.runs import FAST, ROOT, assert_same_bits, run_well, start, wait_until
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
@@ -145,10 +145,7 @@ def test_what_the_cluster_can_never_give_is_refused(ray_session, capsys):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_process_and_can_go_on(kind, ray_session, out):
     process = start("method=fedglad", f"out={out}", "clients.actors=2", *FAST)
-    deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / "round_00001" / "manifest.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((out / "checkpoints" / "round_00001" / "manifest.json").exists, process)
     process.send_signal(kind)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == (130 if kind == signal.SIGINT else 143), output + errors

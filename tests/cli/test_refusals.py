@@ -77,7 +77,7 @@ def test_wrong_options_are_refused(case, capsys, tmp_path, monkeypatch):
 
 def test_another_cluster_than_the_one_joined_is_refused(capsys, tmp_path, monkeypatch, ray_session):
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("", 0)) as listener:
         asked = f"127.0.0.1:{listener.getsockname()[1]}"
         assert main([f"engine.address={asked}"]) == 2
         assert main(["engine.address=127.0.0.1:9"]) == 2

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -32,6 +33,16 @@ def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment, encoding="utf-8"
     )
+
+
+def wait_until(found: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    """Wait until ``found``; a process that ended, or took too long, fails the test with what it said."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError("".join(process.communicate()))
+        time.sleep(0.02)
 
 
 def run(

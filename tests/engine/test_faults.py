@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rayfed.run import main
-from tests.engine.runs import FAST, assert_same_bits, results, run_well, start
+from tests.engine.runs import FAST, assert_same_bits, results, run_well, start, wait_until
 
 METHOD = "method=tests.engine.faulty:Faulty"
 
@@ -124,7 +124,7 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     flags = out.parent / "flags"
     flags.mkdir()
     process = start(METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
-    wait_for(out / "checkpoints" / "round_00001" / "manifest.json", process)
+    wait_until((out / "checkpoints" / "round_00001" / "manifest.json").exists, process)
     time.sleep(0.3 if moment == "train" else 1.2)
     (server,) = [
         p for p in psutil.process_iter(["cmdline"]) if any("_ServerShell" in c for c in p.info["cmdline"] or [])
@@ -134,10 +134,3 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     assert process.returncode == 0, output + errors
     assert "playing the round again" in errors
     assert_same_bits(whole, out)
-
-
-def wait_for(path, process):
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)

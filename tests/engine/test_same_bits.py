@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from rayfed.run import main
-from tests.engine.runs import FAST, assert_same_bits, run, run_well, start
+from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
 METHODS = ("fedglad", "fedpurel", "fedlora", "local", "zero_shot")
 
@@ -50,10 +49,7 @@ def test_evaluation_frequency_does_not_matter(reference, out):
 def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, out):
     words = ["method=fedglad", f"engine.pool={where}", f"out={out}", *FAST]
     process = start(*words)
-    deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / "round_00002" / "manifest.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+    wait_until((out / "checkpoints" / "round_00002" / "manifest.json").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (out / "summary.json").exists()

@@ -1,0 +1,53 @@
+"""A cluster of several nodes: shares of a card are kept, a node that is added is used, one that dies costs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from ray._private.state import GlobalState
+from ray._raylet import GcsClientOptions
+from ray.cluster_utils import Cluster
+
+from tests.engine.runs import FAST, assert_same_bits, run_well, start, wait_until
+
+WORDS = [*[w for w in FAST if not w.startswith(("clients.n=", "rounds="))], "clients.n=8", "rounds=12"]
+METHOD = "method=tests.engine.faulty:Faulty"
+SHARE = ["clients.gpu=0.25", "clients.cpu=0.5", "engine.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without a card and a node with one (a pretended one)."""
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    found.first = found.add_node(num_cpus=2, num_gpus=1)
+    yield found
+    found.shutdown()
+
+
+def workers_by_node(cluster) -> Counter[str]:
+    """How many client actors live on each node."""
+    state = GlobalState()
+    state._initialize_global_state(GcsClientOptions.create(cluster.gcs_address, None, True, True))
+    actors = [a for a in state.actor_table(None).values() if a["ActorClassName"] == "_WorkerShell"]
+    return Counter(a["Address"]["NodeID"] for a in actors if a["State"] == "ALIVE")
+
+
+def test_nodes_come_and_go(cluster, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    process = start(METHOD, f"engine.address={cluster.address}", *SHARE, f"out={out}", *WORDS)
+    wait_until((out / "checkpoints" / "round_00001" / "manifest.json").exists, process)
+    first = cluster.first.node_id
+    assert workers_by_node(cluster) == {first: 4}, "four clients share the only card"
+    second = cluster.add_node(num_cpus=1, num_gpus=1)
+    wait_until(lambda: workers_by_node(cluster)[second.node_id] == 2, process)
+    assert workers_by_node(cluster)[first] == 4
+    cluster.remove_node(cluster.first, allow_graceful=False)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, output + errors
+    assert (out / "summary.json").exists() and workers_by_node(cluster)[first] == 0
+    run_well(METHOD, "engine.pool=local", f"out={whole}", *WORDS)
+    assert_same_bits(whole, out)
+    assert all(not json.loads(line)["failures"] for line in (out / "metrics.jsonl").read_text().splitlines())
