@@ -15,7 +15,7 @@ run: $(READY)
 	$(VENV)/bin/python -m rayfed.run $(RUN)
 
 test: check
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(READY)
 	$(VENV)/bin/ruff check rayfed tests benchmarks
