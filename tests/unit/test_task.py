@@ -229,6 +229,14 @@ def test_planted_violations_are_refused(made: dict[str, Any]) -> None:
         check_disjoint(task, task.proxy.hashes[:1])
 
 
+def test_a_test_image_that_slips_through_ends_the_run(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are left out beforehand; where that fails, the task as built is refused all the same."""
+    made["train"][3] = made["test"][5]
+    monkeypatch.setattr(task_module, "usable_images", lambda source, seen, notes: np.arange(len(source.train.labels)))
+    with pytest.raises(DataError, match="1 images are both among the training images and among the test images"):
+        build()
+
+
 def test_impossible_partitions_end_before_pixels_are_touched(made: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="number of clients is 0"):
         build(Data("gone"), num_clients=0)
