@@ -90,10 +90,12 @@ class DataOptions(Frozen):
 class PartitionOptions(Frozen):
     """How images are divided over clients."""
 
-    name: Literal["dirichlet", "iid", "disjoint", "domain", "domain_dirichlet", "file"] = "dirichlet"
+    name: Literal["dirichlet", "dir_boost", "iid", "disjoint", "domain", "domain_dirichlet", "file"] = "dirichlet"
     """Partition rule."""
     alpha: Positive = 0.1
     """Concentration of the Dirichlet rules; small is more skewed."""
+    boost: NonNegative = 1.0
+    """partition=dir_boost: what is added to alpha at client c mod clients.n when class c is divided."""
     min_train: Annotated[int, Field(ge=0)] = 2
     """Fewest training images a client may hold."""
     file: str | None = None

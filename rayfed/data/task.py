@@ -168,6 +168,7 @@ def _train_parts(plan: Plan, source: Source, choice: Choice) -> list[Indices]:
         alpha=plan.division.alpha,
         min_train=plan.division.min_train,
         max_draws=plan.division.max_draws,
+        boost=plan.division.boost,
     )
     return partition.divide(plan.division.name, request)
 
@@ -179,6 +180,10 @@ def _follow(
     listed = [getattr(part, name) for part in plan.parts or ()]
     if listed and listed[0] is not None:
         return [_places(indices, chosen) for indices in listed], 0
+    if plan.division.name == "dir_boost":
+        # A class lies almost whole at one client: a share of its few test images would often be none.
+        parts, unclaimed = partition.give_to_holders(cells, table)
+        return parts, len(unclaimed)
     parts, unclaimed = partition.follow(cells, table, numpy_generator(plan.seed, "partition", name))
     return parts, len(unclaimed)
 

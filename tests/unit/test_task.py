@@ -45,6 +45,7 @@ class Partition:
     min_train: int = 2
     file: str | None = None
     max_draws: int = 1000
+    boost: float = 1.0
 
 
 def build(data: Data | None = None, partition: Partition | None = None, **options: Any) -> Task:
@@ -147,6 +148,14 @@ def test_clients_are_judged_on_classes_they_train_on(made: dict[str, Any], name:
         assert set(task.test.labels[client.test]) <= known
         assert set(task.val.labels[client.val]) <= known
     assert sum(sizes(task, "test")) == 50
+
+
+def test_dir_boost_tests_every_client_on_all_images_of_its_classes(made: dict[str, Any]) -> None:
+    task = build(partition=Partition("dir_boost", alpha=0.01))
+    for client in task.clients:
+        known = np.unique(task.train.labels[client.train])
+        assert np.array_equal(client.test, np.flatnonzero(np.isin(task.test.labels, known)))
+        assert np.array_equal(client.val, np.flatnonzero(np.isin(task.val.labels, known)))
 
 
 def test_domains_are_respected_at_test_too() -> None:
