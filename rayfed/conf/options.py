@@ -38,6 +38,10 @@ class MethodOptions(Frozen):
         """Contradictions with the run of ``rounds`` rounds, one sentence each."""
         return []
 
+    def ranks(self) -> dict[str, int]:
+        """Ranks of adapters by option: none may be above the width of the image tower."""
+        return {}
+
     def uses_proxy(self) -> bool:
         """Whether this configuration needs the server's public proxy images."""
         return self.needs_proxy
@@ -54,6 +58,23 @@ class LoRAOptions(MethodOptions):
     """Adapted layers: all, short names (q k v out fc1 fc2 proj), module names or patterns such as *.1*.mlp.c_fc."""
     towers: Literal["vision", "text", "both"] = "vision"
     """Which tower gets adapters."""
+
+    def ranks(self) -> dict[str, int]:
+        """The LoRA rank."""
+        return {"rank": self.rank}
+
+
+class BottleneckOptions(MethodOptions):
+    """Options shared by methods that put bottleneck adapters beside the transformer blocks of both towers."""
+
+    blocks: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
+    """Adapted blocks of both towers: all, numbers from 1 (5, 5-12, 5-), module names or patterns such as *.1?."""
+    scale: Positive = 1e-3
+    """Factor kappa on what a bottleneck adds to the tokens."""
+    scale_gradients: bool = True
+    """Give the bottlenecks' parameters the gradient they would have with kappa = 1."""
+    init: Literal["kaiming", "zero_up"] = "kaiming"
+    """Start of the bottlenecks: both matrices Kaiming normal (authors), or the second zero: exactly zero-shot."""
 
 
 class DataOptions(Frozen):
@@ -223,7 +244,7 @@ class RunOptions(Frozen):
 
     method: SerializeAsAny[MethodOptions]
     profile: Literal["auto", "embedded", "paper", "authors"] = "auto"
-    """Preset of train.*, rounds, clients.* and method.*; auto: embedded with backbone=tiny, else paper."""
+    """Preset of train.*, rounds, clients.*, method.* (a paper's, data too); auto: embedded with tiny, else paper."""
     data: DataOptions = DataOptions()
     partition: PartitionOptions = PartitionOptions()
     backbone: BackboneOptions = BackboneOptions()

@@ -115,7 +115,8 @@ def dirichlet_boost(
     """
     if alpha <= 0 or boost < 0 or (shots is not None and shots < 1):
         raise DataError(
-            f"alpha={alpha:g}, boost={boost:g} and shots={shots} must be above 0, at least 0 and at least 1: change them."
+            f"dir_boost needs alpha > 0, boost >= 0 and shots >= 1, but they are {alpha:g}, {boost:g} and {shots}: "
+            "change what is out of range."
         )
     classes, sizes = np.unique(labels, return_counts=True)
     check_possible(int(sizes.sum() if shots is None else np.minimum(sizes, shots).sum()), num_clients, 1)

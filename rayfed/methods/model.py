@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayfed.adapters.attach import Branch, attach_lora
+from rayfed.adapters.bottleneck import Rank, Shape
 from rayfed.adapters.lora import Dropout, Switch
 from rayfed.adapters.scope import Scope, ScopedLinear
 from rayfed.backbones.base import Backbone
 from rayfed.backbones.text import class_texts
-from rayfed.conf.options import LoRAOptions
+from rayfed.conf.options import BottleneckOptions, LoRAOptions
 from rayfed.methods.base import Batch, ClientJob, Objective, TaskView
 
 TOWERS = {"vision": ("image_tower",), "text": ("text_tower",), "both": ("image_tower", "text_tower")}
@@ -65,7 +66,23 @@ class AdaptedModel(nn.Module):
         return self.backbone.logit_scale * features @ classes.to(features.dtype).t()
 
 
-class SingleLoRA(AdaptedModel):
+class SingleBranch(AdaptedModel):
+    """One branch, ``branch``, that acts in every tower it is attached to."""
+
+    def __init__(self, backbone: Backbone, task: TaskView, branch: str) -> None:
+        super().__init__(backbone, task)
+        self.branch = branch
+
+    def class_features(self) -> Tensor | None:
+        """[C, D] with the branch acting on the text tower, if it is attached there."""
+        return self.text_features(self.branch) if self.backbone.has_text else None
+
+    def forward(self, batch: Batch, classes: Tensor | None) -> Tensor:
+        """Logits [B, C] with the branch acting."""
+        return self.logits(self.image_features(batch.images, self.branch), classes)
+
+
+class SingleLoRA(SingleBranch):
     """One LoRA branch, shared or private, and a head of the same owner where the backbone has no text tower.
 
     ``log_prior`` [C] is the log share of each class in all training images (an absent class counts as one image).
@@ -74,27 +91,24 @@ class SingleLoRA(AdaptedModel):
     log_prior: Tensor
 
     def __init__(self, backbone: Backbone, task: TaskView, config: LoRAOptions, scope: Scope) -> None:
-        super().__init__(backbone, task)
-        self.attach(config, Branch("lora", scope, config.rank, config.alpha))
+        super().__init__(backbone, task, "lora")
+        self.attach(config, Branch(self.branch, scope, config.rank, config.alpha))
         if not backbone.has_text:
             self.head = ScopedLinear(backbone.embed_dim, len(task.classes), scope)
         counts = torch.tensor(task.counts or [1] * len(task.classes)).clamp(min=1)
         self.register_buffer("log_prior", (counts / counts.sum()).log(), persistent=False)
 
-    def class_features(self) -> Tensor | None:
-        """[C, D] with the LoRA acting on the text tower, if it is attached there."""
-        return self.text_features("lora") if self.backbone.has_text else None
 
-    def forward(self, batch: Batch, classes: Tensor | None) -> Tensor:
-        """Logits [B, C] with the LoRA acting."""
-        return self.logits(self.image_features(batch.images, "lora"), classes)
+def bottleneck_shape(config: BottleneckOptions, rank: Rank) -> Shape:
+    """Bottlenecks of width ``rank`` beside transformer blocks, as ``config`` wants them."""
+    return Shape(rank, config.scale, config.scale_gradients, zero_up=config.init == "zero_up")
 
 
 def cross_entropy_objective(job: ClientJob, *, trains_text: bool) -> Objective:
-    """Cross-entropy of a ``SingleLoRA`` over all class names; text features carry gradient if ``trains_text``."""
+    """Cross-entropy of a ``SingleBranch`` over all class names; text features carry gradient if ``trains_text``."""
 
     def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        assert isinstance(net, SingleLoRA)
+        assert isinstance(net, SingleBranch)
         classes = net.class_features() if trains_text else job.class_features
         return {"ce": F.cross_entropy(net(batch, classes), batch.labels)}
 

@@ -1,0 +1,43 @@
+"""Options of mma: the Multi-Modal Adapter, averaged by examples."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from rayfed.conf.method import blend
+from rayfed.conf.options import BottleneckOptions, Count
+
+
+class Options(BottleneckOptions):
+    """Shared bottlenecks whose middle layer is one for both towers."""
+
+    needs_text: ClassVar[bool] = True
+
+    name: Literal["mma"] = "mma"
+    rank: Count = 32
+    """Width of the bottlenecks and of their middle layer."""
+    blocks: tuple[str, ...] = ("5-",)
+    """Adapted blocks of both towers: all, numbers from 1 (5, 5-12, 5-), module names or patterns such as *.1?."""
+
+    def ranks(self) -> dict[str, int]:
+        """The one rank."""
+        return {"rank": self.rank}
+
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "embedded": {
+        "train.lr": 1e-3,
+        "train.weight_decay": 5e-4,
+        "train.batch": 16,
+        "train.drop_last": True,
+        "train.clip_norm": 0.0,
+        "rounds": 8,
+        "clients.n": 10,
+        "method.blocks": ("all",),
+    },
+    "paper": {  # the paper trains centrally: its optimiser, in BLEND's federation
+        **blend.PROFILES["paper"],
+        "train.optimizer": "sgd",
+        "train.momentum": 0.9,
+    },
+}
