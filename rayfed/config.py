@@ -295,6 +295,13 @@ def contradictions(options: RunOptions) -> list[str]:
             f"method={options.method.name} classifies by class texts but backbone={backbone.name} has no text tower: "
             "use a CLIP backbone (such as tiny or ViT-B-16), or method=fedlora or local."
         )
+    if options.task.split == "base_novel":
+        found += options.method.novel_problems()
+    if options.task.split == "base_novel" and kind == "vit":
+        found.append(
+            f"task.split=base_novel names novel classes by text but backbone={backbone.name} has no text tower: "
+            "use a CLIP backbone (such as tiny or ViT-B-16), or task.split=all."
+        )
     if kind == "vit" and getattr(options.method, "towers", "vision") != "vision":
         found.append(
             f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower."

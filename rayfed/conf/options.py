@@ -42,6 +42,10 @@ class MethodOptions(Frozen):
         """Ranks of adapters by option: none may be above the width of the image tower."""
         return {}
 
+    def novel_problems(self) -> list[str]:
+        """Why this configuration cannot be judged on classes it never trained on, one sentence each."""
+        return []
+
     def uses_proxy(self) -> bool:
         """Whether this configuration needs the server's public proxy images."""
         return self.needs_proxy
@@ -106,6 +110,13 @@ class DataOptions(Frozen):
     """Let torchvision fetch the files if they are not in `root`."""
     augment: Literal["auto", "none", "crop_flip"] = "auto"
     """Training augmentation; auto: none up to 64 pixels, random resized crop and flip above."""
+
+
+class TaskOptions(Frozen):
+    """Which classes are trained on."""
+
+    split: Literal["all", "base_novel"] = "all"
+    """base_novel: train on the first half of the class ids alone (base); the others (novel) are only evaluated on."""
 
 
 class PartitionOptions(Frozen):
@@ -246,6 +257,7 @@ class RunOptions(Frozen):
     profile: Literal["auto", "embedded", "paper", "authors"] = "auto"
     """Preset of train.*, rounds, clients.*, method.* (a paper's, data too); auto: embedded with tiny, else paper."""
     data: DataOptions = DataOptions()
+    task: TaskOptions = TaskOptions()
     partition: PartitionOptions = PartitionOptions()
     backbone: BackboneOptions = BackboneOptions()
     clients: ClientOptions = ClientOptions()

@@ -23,16 +23,15 @@ TOWERS = {"vision": ("image_tower",), "text": ("text_tower",), "both": ("image_t
 class AdaptedModel(nn.Module):
     """``backbone`` with LoRA branches attached in place; ``head`` classifies where there is no text tower."""
 
-    _tokens: Tensor
-
     def __init__(self, backbone: Backbone, task: TaskView) -> None:
         super().__init__()
         self.backbone = backbone
+        self.classes, self.template = task.classes, task.template
         self.head: ScopedLinear | None = None
         self.switch = Switch()
-        texts, _ = class_texts(task.classes, task.template)
-        tokens = backbone.tokenize(texts, task.classes) if backbone.has_text else None
-        self.register_buffer("_tokens", tokens, persistent=False)
+        self._tokens: dict[tuple[str, ...], Tensor] = {}
+        if backbone.has_text:
+            self.tokens(task.classes)  # names the model cannot take are refused here
 
     def attach(self, config: LoRAOptions, *branches: Branch, towers: Sequence[str] | None = None) -> None:
         """Attach LoRA ``branches`` to the layers that ``config`` names. Raises AdapterError as ``attach_lora`` does."""
@@ -41,7 +40,15 @@ class AdaptedModel(nn.Module):
 
     def to_device(self, values: Tensor) -> Tensor:
         """``values`` on the device of the model."""
-        return values.to(self._tokens.device)
+        return values.to(self.backbone.device)
+
+    def tokens(self, names: Sequence[str]) -> Tensor:
+        """Token rows [C, T] of the template filled in with the classes ``names``."""
+        key = tuple(names)
+        if key not in self._tokens:
+            texts, _ = class_texts(key, self.template)
+            self._tokens[key] = self.backbone.tokenize(texts, key)
+        return self._tokens[key].to(self.backbone.device)
 
     def image_features(
         self, images: Tensor, *branches: str, gated: bool = False, drop: Dropout | None = None
@@ -51,10 +58,11 @@ class AdaptedModel(nn.Module):
             features = self.backbone.encode_image(images)
         return F.normalize(features, dim=-1) if self.backbone.has_text else features
 
-    def text_features(self, *branches: str) -> Tensor:
-        """Normalised class text features [C, D] with ``branches`` acting."""
+    def text_features(self, *branches: str, names: Sequence[str] | None = None) -> Tensor:
+        """Normalised text features [C, D] of the classes ``names`` (the task's for None) with ``branches`` acting."""
         with self.switch.use(*branches):
-            return F.normalize(self.backbone.encode_text(self._tokens), dim=-1)
+            tokens = self.tokens(self.classes if names is None else names)
+            return F.normalize(self.backbone.encode_text(tokens), dim=-1)
 
     def logits(self, features: Tensor, classes: Tensor | None) -> Tensor:
         """Scaled cosine logits [B, C] of ``features`` [B, D], or the head's for a backbone without text tower."""
@@ -73,9 +81,9 @@ class SingleBranch(AdaptedModel):
         super().__init__(backbone, task)
         self.branch = branch
 
-    def class_features(self) -> Tensor | None:
-        """[C, D] with the branch acting on the text tower, if it is attached there."""
-        return self.text_features(self.branch) if self.backbone.has_text else None
+    def class_features(self, names: Sequence[str] | None = None) -> Tensor | None:
+        """[C, D] of ``names`` (the task's for None) with the branch acting, if it is attached to the text tower."""
+        return self.text_features(self.branch, names=names) if self.backbone.has_text else None
 
     def forward(self, batch: Batch, classes: Tensor | None) -> Tensor:
         """Logits [B, C] with the branch acting."""

@@ -247,7 +247,9 @@ def test_starts_are_kaiming_with_zero_biases():
     torch.manual_seed(0)
     wide = Bottleneck(400, Shape(100), Scope.SHARED, tag="t")
     # fan_out: std sqrt(2 / rows); fan_in: sqrt(2 / columns).
-    assert abs(wide.down.weight.std() - (2 / 100) ** 0.5) < 0.002 and abs(wide.up.weight.std() - (2 / 400) ** 0.5) < 0.001
+    assert (
+        abs(wide.down.weight.std() - (2 / 100) ** 0.5) < 0.002 and abs(wide.up.weight.std() - (2 / 400) ** 0.5) < 0.001
+    )
     head = Bottleneck(400, Shape(100, fan="fan_in", zero_up=True), Scope.PRIVATE, tag="t")
     assert abs(head.down.weight.std() - (2 / 400) ** 0.5) < 0.001 and not head.up.weight.any()
     assert not any(layer.bias.any() for made in (wide, head) for layer in (made.down, made.up))
@@ -315,7 +317,9 @@ def test_aggregation_switches_change_exactly_who_owns_what(small, task, aggregat
         "projection": {f"projection.{f}" for f in factors},
     }
     for scope in ("shared", "private", "server"):
-        expected = set().union(*(places[n] for n, owner in zip(places, OWNERS[aggregate], strict=True) if owner == scope))
+        expected = set().union(
+            *(places[n] for n, owner in zip(places, OWNERS[aggregate], strict=True) if owner == scope)
+        )
         assert {short(e.name) for e in bench.parameters[Scope(scope)].entries} == expected
     assert bench.method.phases(0, 2)[0].uploads == (aggregate != "none")
 
@@ -340,12 +344,19 @@ def test_variants_train_and_predict(small, task, tmp_path, words):
     server.receive(packet)
     server.finish(phase, (0,), (0,))
     sends = worker.bench.initial[Scope.SHARED].numel() > 0
-    assert (report.bytes_up > 0) == (broadcast.payload != b"") == sends == (words[0].split("=")[1] in ("full", "text_only"))
+    assert (
+        (report.bytes_up > 0)
+        == (broadcast.payload != b"")
+        == sends
+        == (words[0].split("=")[1] in ("full", "text_only"))
+    )
     assert (report.state is not None) == (words[0] != "method.aggregate=full")
     batch = next(iter(worker.bench.images(task.test).in_order()))
     classes = worker.bench.class_features()
     with torch.no_grad():
-        both = [worker.bench.method.predict(worker.bench.model, batch, view, classes) for view in ("global", "personal")]
+        both = [
+            worker.bench.method.predict(worker.bench.model, batch, view, classes) for view in ("global", "personal")
+        ]
     # Averaged with the rest, the projection adapter is part of the global model.
     assert torch.equal(*both) == (words[0] == "method.aggregate=full")
 
