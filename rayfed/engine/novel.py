@@ -35,7 +35,8 @@ class NovelScores:
     """Predicted class numbers: ``own`` among the owner's classes, ``base`` and ``novel`` of whole test sets.
 
     Keys: a view and a client, which is -1 for what is the same for all. ``clients`` are those with a personal model;
-    their ``own`` is of their own test images, every other entry of a whole test set.
+    their ``own`` is of their own test images, other ``own`` of all pairs of a test image and a client that tests on it,
+    every other entry of a whole test set.
     """
 
     clients: frozenset[int] = frozenset()
@@ -79,8 +80,9 @@ def collect(task: Task, prediction: Prediction, scores: NovelScores) -> None:
     if job.part == "test":
         scores.own[key] = prediction.own
     elif job.client_id < 0:
-        whole = scores.own.setdefault(key, np.full(len(task.test), -1, dtype=np.int32))
-        whole[job.start : job.stop] = prediction.own
+        image, _ = task.tested_pairs()
+        whole = scores.own.setdefault(key, np.full(len(image), -1, dtype=np.int32))
+        whole[(image >= job.start) & (image < job.stop)] = prediction.own
 
 
 def figures(task: Task, scores: NovelScores, local: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
@@ -99,14 +101,6 @@ def figures(task: Task, scores: NovelScores, local: Mapping[str, float | None]) 
             "hm": None if base is None or novel is None else harmonic_mean(base, novel),
         }
     return found
-
-
-def held_classes(task: Task) -> npt.NDArray[np.bool_]:
-    """Which classes each client has training images of, [K, C]."""
-    held = np.zeros((len(task.clients), len(task.classes)), dtype=np.bool_)
-    for row, client in zip(held, task.clients, strict=True):
-        row[task.train.labels[client.train]] = True
-    return held
 
 
 def _members(task: Task) -> list[int]:
@@ -134,7 +128,7 @@ def _whole(task: Task, scores: NovelScores, known: Whole, view: str, labels: npt
 
 def _held(task: Task, scores: NovelScores, view: str) -> float | None:
     """Mean over clients of the accuracy on all test images of the classes each holds."""
-    accuracies, held = [], held_classes(task)
+    accuracies, held = [], task.held_classes()
     for client_id in _members(task):
         predictions = _of_client(scores, scores.base, view, client_id)
         if predictions is None:
@@ -147,13 +141,14 @@ def _held(task: Task, scores: NovelScores, view: str) -> float | None:
 
 def _local_own(task: Task, scores: NovelScores, view: str) -> float | None:
     """Mean over clients of the accuracy on their own test images among their own classes."""
-    accuracies = []
+    accuracies, (_, owner) = [], task.tested_pairs()
     for client_id, client in enumerate(task.clients):
         if not len(client.test):
             continue
         predictions = _of_client(scores, scores.own, view, client_id)
         if predictions is None:
             return None
-        mine = predictions if view == "personal" and client_id in scores.clients else predictions[client.test]
+        own = view == "personal" and client_id in scores.clients
+        mine = predictions if own else predictions[owner == client_id]
         accuracies.append(float((mine == task.test.labels[client.test]).mean()))
     return float(np.mean(accuracies)) if accuracies else None

@@ -69,13 +69,13 @@ class TwoHeads(AdaptedModel):
         self.config = config
         self.owners = OWNERS[config.aggregate]
         self.trains_text = config.text_projection
-        if config.rank not in ("none", 0):
+        if config.width is not None:
             towers = {"image_tower": self.owners.vision, "text_tower": self.owners.text}
             paths = attach_bottlenecks(
                 backbone,
                 self.switch,
                 BRANCH,
-                bottleneck_shape(config, config.rank),
+                bottleneck_shape(config, config.width),
                 blocks=config.blocks,
                 owners=towers,
             )

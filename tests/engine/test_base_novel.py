@@ -20,11 +20,23 @@ from tests.conftest import SMALL
 from tests.engine.runs import assert_same_bits
 
 SPLIT = [*(w for w in SMALL if not w.startswith("rounds")), "rounds=1", "task.split=base_novel"]
+BOOSTED = ["partition=dir_boost", "partition.boost=0.5"]
 
 
 @pytest.fixture(scope="module")
 def split(small):
     return build_task_from_options(small("method=fedglad", "task.split=base_novel"))
+
+
+@pytest.fixture(scope="module")
+def boosted(small):
+    """Clients whose test images overlap."""
+    task = build_task_from_options(small("method=blend", "task.split=base_novel", *BOOSTED))
+    image, client = task.tested_pairs()
+    assert len(image) > len(np.unique(image)) and np.array_equal(
+        np.bincount(client), [len(c.test) for c in task.clients]
+    )
+    return task
 
 
 def _counted(asked):
@@ -69,20 +81,22 @@ def test_novel_images_and_names_reach_nothing_but_evaluation(split, small, tmp_p
     assert asked[-1] == split.novel.classes and not any(split.novel.classes == a for a in asked[:-1])
 
 
-@pytest.fixture(scope="module", params=["zero_shot", "local", "fedlora", "fedglad", "fedsdg", "fedpurel"])
+@pytest.fixture(scope="module", params=["zero_shot", "local", "fedlora", "fedglad", "fedsdg", "fedpurel", "blend"])
 def finished(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / request.param
     words = {
         "fedlora": ["method.towers=both", "train.lr=0.003"],
         "fedpurel": ["method.kind=prompt", "method.schedule=interleaved"],
         "fedsdg": ["method.gate_init=2"],
+        "blend": ["method.gamma=0.5", "train.lr=0.01", *BOOSTED],
     }
     assert main([f"method={request.param}", *words.get(request.param, []), f"out={out}", *SPLIT]) == 0
     return out
 
 
-def test_figures_equal_a_plain_computation(finished, split):
+def test_figures_equal_a_plain_computation(finished, split, boosted):
     """Every figure from loaded models and numpy; none of the engine's evaluation."""
+    split = boosted if finished.name == "blend" else split
     summary = json.loads((finished / "summary.json").read_text())
     whole, novel = rayfed.load_run(finished), rayfed.load_run(finished, classes=split.novel.classes)
     models = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rayfed.adapters.bottleneck import Bottleneck, Shape, attach_bottlenecks, find_blocks, scale_gradient
 from rayfed.adapters.lora import Switch

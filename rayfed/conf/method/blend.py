@@ -33,6 +33,11 @@ class Options(BottleneckOptions):
     text_projection: bool = False
     """Train the text tower's projection too; it belongs to whom the text bottlenecks belong."""
 
+    @property
+    def width(self) -> int | Literal["full"] | None:
+        """Width of the bottlenecks, None for none."""
+        return (None if self.rank == "none" else self.rank) or None
+
     def ranks(self) -> dict[str, int]:
         """Ranks that are numbers."""
         chosen = {"rank": self.rank, "projection_rank": self.projection_rank}
