@@ -83,8 +83,8 @@ def lr_cells() -> list[Cell]:
         for method, rates in (
             ("fedsdg", ("3e-5", "1e-4", "3e-4", "1e-3")),
             ("fedpurel", ("1e-2", "3e-2", "1e-1")),
-            ("blend", ("3e-4", "1e-3", "3e-3", "1e-2")),
-            ("mma", ("3e-4", "1e-3", "3e-3", "1e-2")),
+            ("blend", ("1e-3", "3e-3", "1e-2", "3e-2")),
+            ("mma", ("1e-3", "3e-3", "1e-2", "3e-2")),
         )
         for rate in rates
     ]
