@@ -3,6 +3,8 @@
     python -m benchmarks.study lr            learning rates of the embedded profile, chosen on validation images
     python -m benchmarks.study fedglad       FedGLAD, its ablations and protocols, on shapes
     python -m benchmarks.study fashion       the same, smaller, on Fashion-MNIST
+    python -m benchmarks.study blend         BLEND, what it averages and its ranks, on base and novel classes
+    python -m benchmarks.study blend_grid    its gamma and lambda, on validation images
     python -m benchmarks.study NAME --table  only print the table of what is there
 
 Every run is the command a user would type, in its own process; ``--jobs`` of them at a time, one thread each.
@@ -22,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rayfed.metrics.novel import harmonic_mean
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,7 +114,54 @@ def fashion_cells() -> list[Cell]:
     return [Cell(row, seed, (*VARIANTS[row], *setting, rounds.get(row, "rounds=10"))) for seed in SEEDS for row in rows]
 
 
-STUDIES: dict[str, Callable[[], list[Cell]]] = {"lr": lr_cells, "fedglad": fedglad_cells, "fashion": fashion_cells}
+BOOSTED = (
+    "task.split=base_novel",
+    "partition=dir_boost",
+    "partition.alpha=0.01",
+    "data.shots=16",
+    "clients.n=10",
+    "eval.every=0",
+)
+"""16 images of each base class over 10 clients, most of a class at one of them."""
+
+
+def blend_cells() -> list[Cell]:
+    """BLEND and its baselines, what is averaged, and both ranks; 20 rounds. The width of the image tower is 128."""
+    variants = {name: (f"method={name}",) for name in ("zero_shot", "fedlora", "mma", "blend")}
+    for option, values in (
+        ("aggregate", ("none", "full", "vision_only", "text_only")),
+        ("rank", ("0", "4", "64")),
+        ("projection_rank", ("4", "128", "full")),
+    ):
+        variants |= {f"blend, {option} {value}": ("method=blend", f"method.{option}={value}") for value in values}
+    rounds = {"zero_shot": "rounds=1"}
+    return [
+        Cell(row, seed, (*words, *BOOSTED, rounds.get(row, "rounds=20")))
+        for seed in SEEDS
+        for row, words in variants.items()
+    ]
+
+
+def blend_grid_cells() -> list[Cell]:
+    """Shares of the personal head and weights of its loss; the seed is none of those that results are reported for."""
+    return [
+        Cell(
+            f"gamma {gamma} lambda {weight}",
+            100,
+            ("method=blend", f"method.gamma={gamma}", f"method.fused_weight={weight}", *BOOSTED, "rounds=20"),
+        )
+        for gamma in ("0.09", "0.3", "0.9")
+        for weight in ("0.2", "0.5", "0.8")
+    ]
+
+
+STUDIES: dict[str, Callable[[], list[Cell]]] = {
+    "lr": lr_cells,
+    "fedglad": fedglad_cells,
+    "fashion": fashion_cells,
+    "blend": blend_cells,
+    "blend_grid": blend_grid_cells,
+}
 
 
 def run_cell(cell: Cell, folder: Path) -> None:
@@ -138,18 +189,28 @@ def run_cell(cell: Cell, folder: Path) -> None:
     print(f"{target.relative_to(ROOT)}: done", flush=True)
 
 
-COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...] = (
+Columns = tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...]
+COLUMNS: Columns = (
     ("PM", lambda s: s["personal"]["acc_macro"]),
     ("GM", lambda s: s["global"]["acc_macro"]),
     ("GM, full test set", lambda s: s["global"]["acc_full"]),
     ("worst client (PM)", lambda s: s["personal"]["acc_worst"]),
     ("validation PM", lambda s: s["val"]["personal_acc"]),
 )
+PER_AND_GEN: Columns = (
+    ("Per.", lambda s: s["personal"]["held"]),
+    ("Gen.", lambda s: s["personal"]["novel"]),
+    ("HM", lambda s: harmonic_mean(s["personal"]["held"], s["personal"]["novel"])),
+    ("Gen. of the general head", lambda s: s["global"]["novel"]),
+    ("validation PM", lambda s: s["val"]["personal_acc"]),
+)
+COLUMNS_OF: dict[str, Columns] = {"blend": PER_AND_GEN, "blend_grid": PER_AND_GEN}
 
 
 def table(study: str, cells: Sequence[Cell], folder: Path) -> str:
     """Markdown table: mean and standard deviation over seeds, bytes, rounds until fedlora's final GM."""
-    head = ["", *(name for name, _ in COLUMNS), "MiB up + down", "rounds to fedlora's GM", "seeds"]
+    columns = COLUMNS_OF.get(study, COLUMNS)
+    head = ["", *(name for name, _ in columns), "MiB up + down", "rounds to fedlora's GM", "seeds"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     goal = _final_gm(cells, folder)
     for row in dict.fromkeys(cell.row for cell in cells):
@@ -160,7 +221,7 @@ def table(study: str, cells: Sequence[Cell], folder: Path) -> str:
         ]
         if not found:
             continue
-        texts = [_spread([100 * v for _, r in found if (v := pick(r["summary"])) is not None]) for _, pick in COLUMNS]
+        texts = [_spread([100 * v for _, r in found if (v := pick(r["summary"])) is not None]) for _, pick in columns]
         sent = statistics.mean(r["summary"]["bytes_up"] + r["summary"]["bytes_down"] for _, r in found) / 2**20
         reached = [_reached(r["global_by_round"], goal.get(seed)) for seed, r in found]
         lines.append(f"| {row} | {' | '.join(texts)} | {sent:.1f} | {', '.join(reached)} | {len(found)} |")

@@ -208,9 +208,10 @@ def find_blocks(backbone: nn.Module, names: Sequence[str], towers: Sequence[str]
     for name in names:
         hits = [path for path, number in known.items() if _matches(name, number, path)]
         if not hits:
-            listed = ", ".join(known) or "none"
+            counts = " or ".join(f"{tower} ({len(_blocks(backbone, tower))} blocks)" for tower in towers)
             raise AdapterError(
-                f"{name!r} matches no transformer block of {' or '.join(towers)}; blocks there: {listed}."
+                f"blocks={name} matches no transformer block of {counts}: use all, numbers from 1 such as 3 or 2-4, or "
+                "the end of a module path."
             )
         chosen.update(hits)
     return [path for path in known if path in chosen]
