@@ -105,8 +105,8 @@ def figures(task: Task, scores: Scores) -> dict[str, Any]:
     for view, by_class in _balances(task, scores).items():
         found[view] |= by_class
     if task.novel is not None:
-        local = {view: found[view]["acc_macro"] for view in novel.VIEWS}
-        for view, values in novel.figures(task, scores.novel, local).items():
+        own_images = {view: found[view]["acc_macro"] for view in novel.VIEWS}
+        for view, values in novel.figures(task, scores.novel, own_images).items():
             found[view] |= values
     found["personal_trained"] = over_clients(client_hits(task, scores, "trained"))
     val = {c: p == task.val.labels[task.clients[c].val] for c, p in scores.val.items()}

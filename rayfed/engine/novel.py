@@ -85,15 +85,17 @@ def collect(task: Task, prediction: Prediction, scores: NovelScores) -> None:
         whole[(image >= job.start) & (image < job.stop)] = prediction.own
 
 
-def figures(task: Task, scores: NovelScores, local: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
-    """The figures by view, in [0, 1]; None where nothing was predicted. ``local`` is known by view."""
+def figures(
+    task: Task, scores: NovelScores, own_images: Mapping[str, float | None]
+) -> dict[str, dict[str, float | None]]:
+    """The figures by view, in [0, 1]; None where nothing was predicted. ``own_images``: ``local`` by view."""
     assert task.novel is not None
     found: dict[str, dict[str, float | None]] = {}
     for view in VIEWS:
         base = _whole(task, scores, scores.base, view, task.test.labels)
         novel = _whole(task, scores, scores.novel, view, task.novel.test.labels)
         found[view] = {
-            "local": local[view],
+            "local": own_images[view],
             "local_own": _local_own(task, scores, view),
             "held": _held(task, scores, view),
             "base": base,
