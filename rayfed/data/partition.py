@@ -118,6 +118,7 @@ def dirichlet_boost(
             f"dir_boost needs alpha > 0, boost >= 0 and shots >= 1, but they are {alpha:g}, {boost:g} and {shots}: "
             "change what is out of range."
         )
+    labels = np.asarray(labels, dtype=np.int64)
     classes, sizes = np.unique(labels, return_counts=True)
     check_possible(int(sizes.sum() if shots is None else np.minimum(sizes, shots).sum()), num_clients, 1)
     generator = numpy_generator(seed, "partition", "dir_boost")

@@ -2,7 +2,8 @@
 
 (arXiv:2610.12907; code of the authors: github.com/payamsiabd/BLEND)
 
-Communicates: the bottlenecks of both towers (values down, deltas up). The projection adapter stays with its client.
+Communicates: the bottlenecks of both towers (values down, deltas up): 2 d r + r + d numbers for every block of width d
+and rank r, 507,264 for ViT-B/16. The projection adapter stays with its client.
 
     x_l = Block_l(x) + delta_l(LN_l(x)),  delta(u) = kappa (B ReLU(A u + a) + b)        -> adapters.bottleneck
     R_Gen = zeta pi,  R_Per = (zeta' + delta_Proj(zeta')) pi                            -> TwoHeads.heads
@@ -15,7 +16,7 @@ zeta is the class token after the image tower's last norm, pi its projection, W 
 adapted text tower, s the frozen logit scale. zeta' is zeta (``projection_input=post_ln``) or the token before that norm
 (``pre_ln``, the authors'). f is not normalised again.
 
-Figure: ``head_cosine`` is the mean cosine of g and p on a client's first training images.
+Figure: ``head_cosine`` is the mean cosine of g and p on a client's first 16 training images.
 
 Departures: Adam's moments live for one client and round (the authors' one optimiser serves all); a client that was
 not drawn is not averaged. Where ``aggregate`` makes bottlenecks private, the global view has their initial values; with
@@ -118,7 +119,7 @@ class TwoHeads(AdaptedModel):
         return F.normalize(tower.proj(pooled) + self.text_projection(pooled), dim=-1)
 
     def fused(self, images: Tensor) -> Tensor:
-        """F [B, D] of ``images`` [B, 3, S, S]."""
+        """The fused feature f [B, D] of ``images`` [B, 3, S, S]."""
         return fuse(*self.heads(images), gamma=self.config.gamma)
 
 
@@ -183,7 +184,7 @@ class Blend(Method[Options]):
     @torch.no_grad()
     def _figures(self, model: TwoHeads, job: ClientJob) -> dict[str, float]:
         for batch in job.train.in_order():
-            return {"head_cosine": float(F.cosine_similarity(*model.heads(batch.images)).mean())}
+            return {"head_cosine": float(F.cosine_similarity(*model.heads(batch.images[:16])).mean())}
         return {}
 
     # Prediction
