@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from rayfed.conf.method import blend
 from rayfed.conf.options import BottleneckOptions, Count
@@ -16,7 +18,7 @@ class Options(BottleneckOptions):
     name: Literal["mma"] = "mma"
     rank: Count = 32
     """Width of the bottlenecks and of their middle layer."""
-    blocks: tuple[str, ...] = ("5-",)
+    blocks: Annotated[tuple[str, ...], Field(min_length=1)] = ("5-",)
     """Adapted blocks of both towers: all, numbers from 1 (5, 5-12, 5-), module names or patterns such as *.1?."""
 
     def ranks(self) -> dict[str, int]:
