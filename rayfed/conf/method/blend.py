@@ -29,7 +29,7 @@ class Options(BottleneckOptions):
     fused_weight: Share = 0.2
     """Weight lambda of the fused feature's loss; the general head's has 1 - lambda."""
     aggregate: Literal["blend", "full", "none", "vision_only", "text_only"] = "blend"
-    """What is averaged: the bottlenecks, also the projection adapter, nothing, or one tower's bottlenecks."""
+    """What is averaged: blend the bottlenecks, full the projection adapter too, vision_only, text_only, or none."""
     text_projection: bool = False
     """Train the text tower's projection too; it belongs to whom the text bottlenecks belong."""
 
