@@ -27,8 +27,8 @@ class Options(BottleneckOptions):
 
 
 PROFILES: dict[str, dict[str, Any]] = {
-    # Accuracy on validation images (seed 100, 8 rounds, `python -m benchmarks.study lr`): 81.1 for 1e-3 and 3e-3, 81.5 for
-    # 1e-2, 81.2 for 3e-2.
+    # Accuracy on validation images (seed 100, 8 rounds, `python -m benchmarks.study lr`): 81.1 for 1e-3 and for 3e-3,
+    # 81.5 for 1e-2, 81.2 for 3e-2.
     "embedded": {
         "train.lr": 1e-2,
         "train.weight_decay": 5e-4,
