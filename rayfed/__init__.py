@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load_run(out: str | Path, *, client: int | None = None) -> Predictor:
+def load_run(out: str | Path, *, client: int | None = None, classes: Sequence[str] | None = None) -> Predictor:
     """Return the global model of a finished run, or the personal model of ``client``; see ``Predictor``."""
     from rayfed.engine.predictor import Predictor
 
-    return Predictor(out, client=client)
+    return Predictor(out, client=client, classes=classes)

@@ -247,7 +247,8 @@ def _from_text(value: Any, annotation: Any) -> Any:
     if type(None) in choices and value.lower() in {"none", "null", ""}:
         return None
     if any(typing.get_origin(choice) is tuple for choice in choices):
-        inner = value.strip().removeprefix("[").removesuffix("]")
+        inner = value.strip()
+        inner = inner[1:-1] if inner.startswith("[") and inner.endswith("]") else inner
         return tuple(part.strip() for part in inner.split(",") if part.strip())
     return value
 
@@ -294,13 +295,23 @@ def contradictions(options: RunOptions) -> list[str]:
             f"method={options.method.name} classifies by class texts but backbone={backbone.name} has no text tower: "
             "use a CLIP backbone (such as tiny or ViT-B-16), or method=fedlora or local."
         )
+    if options.task.split == "base_novel":
+        found += options.method.novel_problems()
+    if options.task.split == "base_novel" and kind == "vit":
+        found.append(
+            f"task.split=base_novel names novel classes by text but backbone={backbone.name} has no text tower: "
+            "use a CLIP backbone (such as tiny or ViT-B-16), or task.split=all."
+        )
     if kind == "vit" and getattr(options.method, "towers", "vision") != "vision":
         found.append(
             f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower."
         )
-    width, rank = names.width(backbone.name) if kind else None, getattr(options.method, "rank", 0)
-    if width is not None and rank > width:
-        found.append(f"method.rank={rank} is above the width {width} of backbone={backbone.name}: use at most {width}.")
+    width = names.width(backbone.name) if kind else None
+    for name, rank in options.method.ranks().items():
+        if width is not None and rank > width:
+            found.append(
+                f"method.{name}={rank} is above the width {width} of backbone={backbone.name}: use at most {width}."
+            )
     return found
 
 

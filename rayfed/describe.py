@@ -77,7 +77,7 @@ def _bytes(options: RunOptions, task: Any) -> tuple[int, int]:
 
     server = Server(options, task_view(task), task.proxy)
     phases = server.bench.method.phases(0, options.rounds)
-    down = sum(len(server.begin(0, phase).payload) for phase in phases)
+    down = sum(server.begin(0, phase).size for phase in phases)
     up, view = 0, server.bench.view
     sides = {"C": len(view.classes), "D": server.bench.backbone.embed_dim, "P": view.num_proxy}
     for phase in phases:

@@ -37,10 +37,19 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Server to clients: one payload, encoded once per phase."""
+    """Server to clients: one payload, encoded once per phase.
+
+    ``texts``: class features by class list ("base", "novel"), encoded, where they are made at the server; else empty.
+    """
 
     round: RoundRef
     payload: bytes
+    texts: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes that every client gets."""
+        return len(self.payload) + len(self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +104,10 @@ class Phase:
     weight: Literal["examples", "equal"] = "examples"
     needs_all: bool = False
     private: bool = True
+
+
+EVALUATION = Phase("evaluate", uploads=False)
+"""Not a method's phase: the exchange in which clients get what they are evaluated with."""
+
+ClassList = Literal["base", "novel"]
+"""The task's own classes, or those nobody trains on."""

@@ -22,9 +22,10 @@ class ServerState:
     extras: dict[str, Tensor] = field(default_factory=dict)
     version: int = 0
 
-    def step(self, shared: Tensor, **extras: Tensor) -> ServerState:
-        """Return the next state: new shared parameters, extras replaced by name, version one higher."""
-        return replace(self, shared=shared, extras={**self.extras, **extras}, version=self.version + 1)
+    def step(self, shared: Tensor, *, server: Tensor | None = None, **extras: Tensor) -> ServerState:
+        """Return the next state: new shared (and server) parameters, extras replaced by name, version one higher."""
+        server = self.server if server is None else server
+        return replace(self, shared=shared, server=server, extras={**self.extras, **extras}, version=self.version + 1)
 
 
 @dataclass(frozen=True, slots=True)

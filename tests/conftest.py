@@ -54,7 +54,12 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
 
     context = ray.init(
-        num_cpus=4, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", namespace="rayfed"
+        address="local",
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        namespace="rayfed",
     )
     address = context.address_info["address"]
     os.environ["RAY_ADDRESS"] = address

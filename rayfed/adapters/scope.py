@@ -38,9 +38,9 @@ class Scoped(nn.Module):
 class ScopedLinear(Scoped):
     """A linear layer owned by ``scope``, such as a classification head: [*, d_in] -> [*, d_out]."""
 
-    def __init__(self, d_in: int, d_out: int, scope: Scope, *, tag: str = "head") -> None:
+    def __init__(self, d_in: int, d_out: int, scope: Scope, *, tag: str = "head", bias: bool = True) -> None:
         super().__init__(scope, tag)
-        self.linear = nn.Linear(d_in, d_out)
+        self.linear = nn.Linear(d_in, d_out, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""

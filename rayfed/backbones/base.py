@@ -74,6 +74,11 @@ class Backbone(nn.Module):
         """Whether there is a text tower, so that class names alone make a classifier."""
         return self.text_tower is not None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._mean.device
+
     def train(self, mode: bool = True) -> Backbone:
         """Keep evaluation mode: a frozen model has no dropout and no running statistics to update."""
         del mode

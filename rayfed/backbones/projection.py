@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -20,10 +22,29 @@ class ProjectedTower(nn.Module):
             self.proj = nn.Linear(matrix.shape[0], matrix.shape[1], bias=False)
         self.proj.weight = nn.Parameter(matrix.detach().t().contiguous(), requires_grad=False)
 
+    @property
+    def width(self) -> int:
+        """Width d of what the projection takes."""
+        return int(self.proj.weight.shape[1])
+
     def forward(self, x: Tensor) -> Tensor:
         """Features [N, D] of what the trunk takes."""
         y: Tensor = self.proj(self.trunk(x))
         return y
+
+    def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The pooled token of ``images`` [B, 3, S, S] before and after the image tower's last norm, both [B, d]."""
+        seen: list[Tensor] = []
+        norm = self.trunk.get_submodule("ln_post")
+        handle = norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            after: Tensor = self.trunk(images)
+        finally:
+            handle.remove()
+        # The norm acts token by token, so that it makes no difference to pool what went into it.
+        pool: Callable[[Tensor], tuple[Tensor, Tensor]] = getattr(self.trunk, "_global_pool")  # noqa: B009
+        before = pool(seen[0])[0] if seen[0].dim() == 3 else seen[0]
+        return before, after
 
 
 def expose_projection(tower: nn.Module) -> nn.Module:

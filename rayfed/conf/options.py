@@ -38,6 +38,14 @@ class MethodOptions(Frozen):
         """Contradictions with the run of ``rounds`` rounds, one sentence each."""
         return []
 
+    def ranks(self) -> dict[str, int]:
+        """Ranks of adapters by option: none may be above the width of the image tower."""
+        return {}
+
+    def novel_problems(self) -> list[str]:
+        """Why this configuration cannot be judged on classes it never trained on, one sentence each."""
+        return []
+
     def uses_proxy(self) -> bool:
         """Whether this configuration needs the server's public proxy images."""
         return self.needs_proxy
@@ -54,6 +62,23 @@ class LoRAOptions(MethodOptions):
     """Adapted layers: all, short names (q k v out fc1 fc2 proj), module names or patterns such as *.1*.mlp.c_fc."""
     towers: Literal["vision", "text", "both"] = "vision"
     """Which tower gets adapters."""
+
+    def ranks(self) -> dict[str, int]:
+        """The LoRA rank."""
+        return {"rank": self.rank}
+
+
+class BottleneckOptions(MethodOptions):
+    """Options shared by methods that put bottleneck adapters beside the transformer blocks of both towers."""
+
+    blocks: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
+    """Adapted blocks of both towers: all, numbers from 1 (5, 5-12, 5-), module names or patterns such as *.1?."""
+    scale: Positive = 1e-3
+    """Factor kappa on what a bottleneck adds to the tokens."""
+    scale_gradients: bool = True
+    """Give the bottlenecks' parameters the gradient they would have with kappa = 1."""
+    init: Literal["kaiming", "zero_up"] = "kaiming"
+    """Start of the bottlenecks: both matrices Kaiming normal (authors), or the second zero: exactly zero-shot."""
 
 
 class DataOptions(Frozen):
@@ -87,13 +112,22 @@ class DataOptions(Frozen):
     """Training augmentation; auto: none up to 64 pixels, random resized crop and flip above."""
 
 
+class TaskOptions(Frozen):
+    """Which classes are trained on."""
+
+    split: Literal["all", "base_novel"] = "all"
+    """base_novel: train on the first half of the class ids alone (base); the others (novel) are only evaluated on."""
+
+
 class PartitionOptions(Frozen):
     """How images are divided over clients."""
 
-    name: Literal["dirichlet", "iid", "disjoint", "domain", "domain_dirichlet", "file"] = "dirichlet"
+    name: Literal["dirichlet", "dir_boost", "iid", "disjoint", "domain", "domain_dirichlet", "file"] = "dirichlet"
     """Partition rule."""
     alpha: Positive = 0.1
     """Concentration of the Dirichlet rules; small is more skewed."""
+    boost: NonNegative = 1.0
+    """partition=dir_boost: what is added to alpha at client c mod clients.n when class c is divided."""
     min_train: Annotated[int, Field(ge=0)] = 2
     """Fewest training images a client may hold."""
     file: str | None = None
@@ -223,8 +257,9 @@ class RunOptions(Frozen):
 
     method: SerializeAsAny[MethodOptions]
     profile: Literal["auto", "embedded", "paper", "authors"] = "auto"
-    """Preset of train.*, rounds, clients.* and method.*; auto: embedded with backbone=tiny, else paper."""
+    """Preset of train.*, rounds, clients.*, method.* (a paper's, data too); auto: embedded with tiny, else paper."""
     data: DataOptions = DataOptions()
+    task: TaskOptions = TaskOptions()
     partition: PartitionOptions = PartitionOptions()
     backbone: BackboneOptions = BackboneOptions()
     clients: ClientOptions = ClientOptions()

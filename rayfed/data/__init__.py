@@ -24,6 +24,7 @@ def build_task_from_options(options: RunOptions) -> Task:
         backbone=options.backbone.name,
         needs_proxy=options.method.uses_proxy(),
         tail=_tail(options),
+        split=options.task.split,
     )
 
 

@@ -25,8 +25,9 @@ _DRAW_OVERHEAD = 2_000
 class Request:
     """What to divide: per image its class and domain [N], over how many clients, and how.
 
-    ``alpha`` is the concentration of the Dirichlet distributions, ``min_train`` the fewest images a client may get,
-    ``max_draws`` how often a Dirichlet partition is drawn anew to reach it.
+    ``alpha`` is the concentration of the Dirichlet distributions, ``boost`` what "dir_boost" adds for a class's own
+    client, ``min_train`` the fewest images a client may get, ``max_draws`` how often a Dirichlet partition is drawn
+    anew to reach it.
     """
 
     labels: Indices
@@ -36,6 +37,7 @@ class Request:
     alpha: float = 0.5
     min_train: int = 2
     max_draws: int = 1000
+    boost: float = 1.0
 
     def generator(self, *labels: str | int) -> np.random.Generator:
         """Random stream of this partition for one purpose."""
@@ -86,6 +88,63 @@ def dirichlet(request: Request) -> list[Indices]:
     return _dirichlet_within(request, everyone, request.num_clients, request.generator("dirichlet"))
 
 
+def dir_boost(request: Request) -> list[Indices]:
+    """Divide every class by ``dirichlet_boost``; clients below ``min_train`` get images of the largest ones."""
+    parts = dirichlet_boost(
+        request.labels,
+        request.num_clients,
+        alpha=request.alpha,
+        boost=request.boost,
+        shots=None,
+        seed=request.seed,
+    )
+    return _fill(parts, request.min_train, request.generator("dir_boost", "fill"))
+
+
+def dirichlet_boost(
+    labels: Indices, num_clients: int, *, alpha: float, boost: float, shots: int | None, seed: int
+) -> list[Indices]:
+    """Give each class mostly to one client, class c of ``labels`` [N] to client c mod ``num_clients`` (BLEND's code).
+
+    Per class: shares from a Dirichlet distribution with ``alpha`` everywhere plus ``boost`` at the class's own client,
+    then a multinomial of ``shots`` images drawn at random (of all there are for None, or fewer) over the clients. A
+    client left empty gets one image of the largest. Returns sorted index arrays into ``labels``, one for each client.
+
+    Raises:
+        DataError: fewer images than clients, or a parameter out of its range.
+    """
+    if alpha <= 0 or boost < 0 or (shots is not None and shots < 1):
+        raise DataError(
+            f"dir_boost needs alpha > 0, boost >= 0 and shots >= 1, but they are {alpha:g}, {boost:g} and {shots}: "
+            "change what is out of range."
+        )
+    labels = np.asarray(labels, dtype=np.int64)
+    classes, sizes = np.unique(labels, return_counts=True)
+    check_possible(int(sizes.sum() if shots is None else np.minimum(sizes, shots).sum()), num_clients, 1)
+    generator = numpy_generator(seed, "partition", "dir_boost")
+    parts: list[list[Indices]] = [[] for _ in range(num_clients)]
+    for label in classes:
+        members = generator.permutation(np.flatnonzero(labels == label))[:shots]
+        concentration = np.full(num_clients, alpha)
+        concentration[label % num_clients] += boost
+        counts = generator.multinomial(len(members), generator.dirichlet(concentration))
+        for part, piece in zip(parts, np.split(members, np.cumsum(counts)[:-1]), strict=True):
+            part.append(piece)
+    return [np.sort(part) for part in _fill([np.concatenate(part) for part in parts], 1, generator)]
+
+
+def _fill(parts: list[Indices], least: int, generator: np.random.Generator) -> list[Indices]:
+    """Move single images, drawn at random, from the largest part (the first of equals) to those below ``least``."""
+    parts = list(parts)
+    for place in range(len(parts)):
+        while len(parts[place]) < least:
+            giver = max(range(len(parts)), key=lambda k: len(parts[k]))
+            chosen = int(generator.integers(len(parts[giver])))
+            parts[place] = np.append(parts[place], parts[giver][chosen])
+            parts[giver] = np.delete(parts[giver], chosen)
+    return parts
+
+
 def disjoint(request: Request) -> list[Indices]:
     """Shuffle the classes and give each client a block of its own, block sizes differing by at most one class."""
     classes = np.unique(request.labels)
@@ -119,6 +178,7 @@ def domain_dirichlet(request: Request) -> list[Indices]:
 _RULES: Mapping[str, Callable[[Request], list[Indices]]] = {
     "iid": iid,
     "dirichlet": dirichlet,
+    "dir_boost": dir_boost,
     "disjoint": disjoint,
     "domain": domain,
     "domain_dirichlet": domain_dirichlet,
@@ -209,6 +269,15 @@ def follow(
             part.append(piece)
     empty = np.empty(0, dtype=np.int64)
     return [np.sort(np.concatenate([empty, *part])) for part in parts], np.sort(np.concatenate(unclaimed))
+
+
+def give_to_holders(labels: Indices, train_counts: NDArray[np.int64]) -> tuple[list[Indices], Indices]:
+    """Give every client all images of ``labels`` [N] whose class it trains on: images may go to several clients.
+
+    ``train_counts`` is [C, K]. Returns as ``follow`` does.
+    """
+    held = train_counts[labels] > 0
+    return [np.flatnonzero(column) for column in held.T], np.flatnonzero(~held.any(axis=1))
 
 
 def _largest_remainder(weights: NDArray[np.int64], total: int, generator: np.random.Generator) -> NDArray[np.int64]:

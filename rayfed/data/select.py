@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayfed.backbones.text import class_texts
-from rayfed.data import datasets, partition, shapes
+from rayfed.data import datasets, partition
 from rayfed.data.long_tail import LongTail, cut
 from rayfed.data.pool import ImageSet, Indices, Pool, Source
 from rayfed.data.settings import DataSettings, PartitionSettings
@@ -34,6 +34,8 @@ class Plan:
     needs_proxy: bool
     parts: tuple[partition.FilePart, ...] | None
     tail: LongTail | None = None
+    splits: bool = False
+    """Whether only base classes are trained on."""
 
     def generator(self, *labels: str | int) -> np.random.Generator:
         """Random stream for choosing images for one purpose."""
@@ -74,8 +76,9 @@ def make_plan(
     seed: int,
     needs_proxy: bool,
     tail: LongTail | None = None,
+    splits: bool = False,
 ) -> Plan:
-    """Check what needs no data, and read the partition file.
+    """Check what needs no data, and read the partition file. ``splits``: train on base classes only.
 
     Raises ``DataError`` for no clients, no proxy images where they are needed, and a wrong partition file;
     ``OptionError`` for a wrong template.
@@ -91,7 +94,7 @@ def make_plan(
         raise DataError(f"Partition {division.name!r} needs to know the number of clients; say how many.")
     if parts is not None and tail is not None:
         raise DataError("Partition 'file' says itself how many images there are of each class; leave the tail out.")
-    return Plan(options, division, request, count, seed, needs_proxy, parts, tail)
+    return Plan(options, division, request, count, seed, needs_proxy, parts, tail, splits)
 
 
 def usable_images(source: Source, seen: Hashes, notes: list[str]) -> Indices:
@@ -118,7 +121,7 @@ def take_proxy(plan: Plan, source: Source, usable: Indices, seen: Hashes) -> tup
     if plan.options.proxy_from is not None:
         return _foreign_proxy(plan, source, seen, count), usable
     if plan.options.name == "shapes":
-        return _drawn_proxy(plan, count), usable
+        return _drawn_proxy(plan, count, len(source.classes)), usable
     free = usable
     if plan.parts is not None:
         listed = [indices for part in plan.parts for indices in (part.train, part.val) if indices is not None]
@@ -132,9 +135,9 @@ def take_proxy(plan: Plan, source: Source, usable: Indices, seen: Hashes) -> tup
     return source.train.take(chosen, labelled=False), np.setdiff1d(usable, chosen)
 
 
-def _drawn_proxy(plan: Plan, count: int) -> ImageSet:
+def _drawn_proxy(plan: Plan, count: int, num_classes: int) -> ImageSet:
     indices = np.arange(count)
-    pool = datasets.shapes_pool(plan.request, "proxy", indices % len(shapes.class_names()), indices)
+    pool = datasets.shapes_pool(plan.request, "proxy", indices % num_classes, indices)
     return pool.take(indices, labelled=False)
 
 
@@ -156,9 +159,10 @@ def _foreign_proxy(plan: Plan, source: Source, seen: Hashes, count: int) -> Imag
 
 def choose(plan: Plan, source: Source, usable: Indices, seen: Hashes, notes: list[str]) -> Choice:
     """Training, validation and test images, as many of each class as the options or the partition file say."""
-    test = np.flatnonzero(~np.isin(source.test.hashes, seen))
-    if len(test) < len(source.test):
-        notes.append(f"{len(source.test) - len(test)} test images were used to pretrain the backbone and are left out.")
+    known = np.isin(source.test.hashes, seen)
+    test = np.flatnonzero(~known & (source.test.labels < len(source.classes)))
+    if known.any():
+        notes.append(f"{int(known.sum())} test images were used to pretrain the backbone and are left out.")
     if plan.parts is not None:
         return _choose_by_file(plan, plan.parts, source, usable, test, notes)
     if plan.options.test_shots is not None:
@@ -176,6 +180,34 @@ def choose(plan: Plan, source: Source, usable: Indices, seen: Hashes, notes: lis
     if plan.tail is not None:
         train = cut(source.train.labels, train, len(source.classes), plan.tail, plan.generator("long_tail"))
     return Choice(train, val, test)
+
+
+def base_only(plan: Plan, source: Source, usable: Indices) -> tuple[Source, Indices]:
+    """``source`` with its base classes alone (the first half of the ids, CoOp's rule), and the usable images of them.
+
+    Images keep their numbers, so that a partition file means the same. Raises ``DataError`` if it lists a novel image.
+    """
+    count = -(-len(source.classes) // 2)
+    for number, part in enumerate(plan.parts or ()):
+        for name, pool in (("train", source.train), ("val", source.train), ("test", source.test)):
+            listed = getattr(part, name)
+            foreign = [] if listed is None else listed[pool.labels[listed] >= count]
+            if len(foreign):
+                raise DataError(
+                    f"The partition file lists {name} image {foreign[0]} of class {pool.labels[foreign[0]]} for client "
+                    f"{number}, but task.split=base_novel trains on classes 0 to {count - 1} only: leave it out."
+                )
+    kept = usable[source.train.labels[usable] < count]
+    return replace(source, classes=source.classes[:count]), kept
+
+
+def novel_test(plan: Plan, source: Source, seen: Hashes) -> Indices:
+    """Sorted indices of the test images whose class is not among those of ``source``, as many as the options say."""
+    novel = np.flatnonzero(~np.isin(source.test.hashes, seen) & (source.test.labels >= len(source.classes)))
+    if plan.options.test_shots is None:
+        return novel
+    chosen, _ = _first_of_each(source.test, novel, plan.options.test_shots, 0, numpy_generator(0, "data", "novel"))
+    return chosen
 
 
 def _val_limit(plan: Plan, shots: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,26 @@ from rayfed.backbones.text import class_texts
 from rayfed.data import datasets, partition
 from rayfed.data.long_tail import LongTail
 from rayfed.data.pool import ImageSet, Indices, Pool, Source
-from rayfed.data.select import Choice, Hashes, Plan, choose, make_plan, request_of, shorten, take_proxy, usable_images
+from rayfed.data.select import (
+    Choice,
+    Hashes,
+    Plan,
+    base_only,
+    choose,
+    make_plan,
+    novel_test,
+    request_of,
+    shorten,
+    take_proxy,
+    usable_images,
+)
 from rayfed.data.settings import DataSettings, PartitionSettings
 from rayfed.errors import DataError
 from rayfed.rng import numpy_generator
 
-__all__ = ["ClientData", "ImageSet", "Task", "build_task", "check_disjoint"]
+Split = Literal["all", "base_novel"]
+
+__all__ = ["ClientData", "ImageSet", "Novel", "Task", "build_task", "check_disjoint"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +46,20 @@ class ClientData:
 
 
 @dataclass(frozen=True)
+class Novel:
+    """Classes that nobody trains on, numbered from 0 among themselves: names and test images, for evaluation alone."""
+
+    classes: tuple[str, ...]
+    test: ImageSet
+
+
+@dataclass(frozen=True)
 class Task:
     """Everything a run knows about its data.
 
     Classes are known by number; ``classes[c]`` is the name of class c, and names may repeat. ``proxy`` images have
-    label -1. ``notes`` are sentences the user should see.
+    label -1. ``notes`` are sentences the user should see. With ``novel`` classes held back, everything else is of the
+    base classes alone.
     """
 
     name: str
@@ -47,12 +71,30 @@ class Task:
     proxy: ImageSet
     clients: tuple[ClientData, ...]
     notes: tuple[str, ...]
+    novel: Novel | None = None
 
     def train_counts(self) -> list[int]:
         """Training images of each class over all clients [C]."""
         held = np.concatenate([np.zeros(0, np.int64), *(self.train.labels[client.train] for client in self.clients)])
         counts: list[int] = np.bincount(held, minlength=len(self.classes)).tolist()
         return counts
+
+    def held_classes(self) -> NDArray[np.bool_]:
+        """Which classes each client has training images of [K, C]."""
+        held = np.zeros((len(self.clients), len(self.classes)), dtype=np.bool_)
+        for row, client in zip(held, self.clients, strict=True):
+            row[self.train.labels[client.train]] = True
+        return held
+
+    def tested_pairs(self) -> tuple[Indices, Indices]:
+        """Test images and the clients that test on them, a pair for each [M]; in order of images, then of clients.
+
+        An image may belong to several clients, or to none.
+        """
+        image = np.concatenate([np.zeros(0, np.int64), *(client.test for client in self.clients)])
+        client = np.repeat(np.arange(len(self.clients)), [len(client.test) for client in self.clients])
+        order = np.lexsort((client, image))
+        return image[order], client[order]
 
 
 def build_task(
@@ -65,13 +107,15 @@ def build_task(
     backbone: str,
     needs_proxy: bool,
     tail: LongTail | None = None,
+    split: Split = "all",
 ) -> Task:
     """Load the data, set proxy and validation images aside, and divide the rest over ``num_clients`` clients.
 
-    With ``num_clients`` None a partition file says how many. ``tail`` makes the training images long-tailed. Images are
-    ``image_size`` pixels square. The same arguments give the same task; ``seed`` decides which images are chosen and
-    who gets them, never which are test images. Raises ``DataError`` (``OptionError`` for the template) if data are
-    missing or damaged, the partition cannot be made, or an image would be used twice.
+    With ``num_clients`` None a partition file says how many. ``tail`` makes the training images long-tailed;
+    ``split="base_novel"`` holds the second half of the classes back. Images are ``image_size`` pixels square. The same
+    arguments give the same task; ``seed`` decides which images are chosen and who gets them, never which are test
+    images. Raises ``DataError`` (``OptionError`` for the template) if data are missing or damaged, the partition cannot
+    be made, or an image would be used twice.
     """
     request = request_of(options, image_size, backbone)
     plan = make_plan(
@@ -82,16 +126,19 @@ def build_task(
         seed=seed,
         needs_proxy=needs_proxy,
         tail=tail,
+        splits=split == "base_novel",
     )
     source = datasets.load_images(plan.request)
     if plan.parts is not None:
         partition.check_file(plan.parts, str(partition_options.file), len(source.train), len(source.test))
     seen = _pretraining_hashes() if backbone == "tiny" else np.empty(0, dtype=np.uint64)
     notes = [*source.notes, *_alike_notes(source.classes, options.template)]
-    usable = usable_images(source, seen, notes)
+    usable, names = usable_images(source, seen, notes), source.classes
+    if plan.splits:
+        source, usable = base_only(plan, source, usable)
     proxy, usable = take_proxy(plan, source, usable, seen)
     choice = choose(plan, source, usable, seen, notes)
-    task = _assemble(plan, source, choice, proxy, notes)
+    task = replace(_assemble(plan, source, choice, proxy, notes), novel=_novel(plan, source, names, seen))
     check_disjoint(task, seen)
     return task
 
@@ -105,13 +152,31 @@ def check_disjoint(task: Task, seen: Hashes) -> None:
         "the proxy images": task.proxy.hashes,
         "the images the backbone was pretrained on": seen,
     }
-    for (name, hashes), (other, others) in combinations(sets.items(), 2):
+    pairs = list(combinations(sets.items(), 2))
+    if task.novel is not None:  # against all but the other test images: an image may be tested twice
+        novel = "the test images of novel classes", task.novel.test.hashes
+        pairs += [(novel, other) for other in sets.items() if other[0] != "the test images"]
+    for (name, hashes), (other, others) in pairs:
         common = len(np.intersect1d(hashes, others))
         if common:
             raise DataError(
                 f"{common} images are both among {name} and among {other}; remove the copies from the data set, "
                 "since figures measured on images already seen are worthless."
             )
+
+
+def _novel(plan: Plan, source: Source, names: Sequence[str], seen: Hashes) -> Novel | None:
+    """The classes ``names`` beyond those of ``source``, numbered from 0, with their test images."""
+    if not plan.splits:
+        return None
+    count = len(source.classes)
+    images = source.test.take(novel_test(plan, source, seen))
+    if not len(images):
+        raise DataError(
+            f"task.split=base_novel needs test images of novel classes, but classes {count} to {len(names) - 1} of "
+            f"{len(names)} have none: use task.split=all."
+        )
+    return Novel(tuple(names[count:]), replace(images, labels=images.labels - count))
 
 
 def _pretraining_hashes() -> Hashes:
@@ -168,6 +233,7 @@ def _train_parts(plan: Plan, source: Source, choice: Choice) -> list[Indices]:
         alpha=plan.division.alpha,
         min_train=plan.division.min_train,
         max_draws=plan.division.max_draws,
+        boost=plan.division.boost,
     )
     return partition.divide(plan.division.name, request)
 
@@ -179,6 +245,10 @@ def _follow(
     listed = [getattr(part, name) for part in plan.parts or ()]
     if listed and listed[0] is not None:
         return [_places(indices, chosen) for indices in listed], 0
+    if plan.division.name == "dir_boost":
+        # A class lies almost whole at one client: a share of its few test images would often be none.
+        parts, unclaimed = partition.give_to_holders(cells, table)
+        return parts, len(unclaimed)
     parts, unclaimed = partition.follow(cells, table, numpy_generator(plan.seed, "partition", name))
     return parts, len(unclaimed)
 

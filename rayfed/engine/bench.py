@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -72,15 +72,15 @@ class Bench:
         with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             yield
 
-    def class_features(self) -> Tensor | None:
-        """[C, D] of the model as it stands, without gradient."""
+    def class_features(self, names: Sequence[str] | None = None) -> Tensor | None:
+        """[C, D] of ``names`` (the task's for None) as the model stands, without gradient."""
         with self.inference():
-            return self.method.class_features(self.model)
+            return self.method.class_features(self.model, self.view.classes if names is None else names)
 
-    def zero_shot_classes(self) -> Tensor:
-        """[C, D] of the untouched text tower: adapters act only when a method switches them on."""
-        texts, _ = class_texts(self.view.classes, self.view.template)
-        tokens = self.backbone.tokenize(texts, self.view.classes).to(self.device)
+    def zero_shot_classes(self, names: Sequence[str]) -> Tensor:
+        """[C, D] of ``names`` by the untouched text tower: adapters act only when a method switches them on."""
+        texts, _ = class_texts(names, self.view.template)
+        tokens = self.backbone.tokenize(texts, names).to(self.device)
         return F.normalize(self.backbone.encode_text(tokens), dim=-1)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Bench:
         places = [(scope, p) for scope, flat in self.parameters.items() for p in flat.parameters]
         for _, parameter in places:
             parameter.requires_grad_(True)
-        features = self.method.class_features(self.model)
+        features = self.method.class_features(self.model, self.view.classes)
         if features is None or not features.requires_grad or not places:
             return frozenset()
         gradients = torch.autograd.grad(features.sum(), [p for _, p in places], allow_unused=True)
@@ -100,6 +100,11 @@ def task_view(task: Task) -> TaskView:
     """What a method may know of ``task``."""
     counts = task.train_counts()
     return TaskView(task.classes, task.template, len(task.proxy.labels), tuple(counts), class_groups(counts))
+
+
+def novel_names(task: Task) -> tuple[str, ...]:
+    """The classes of ``task`` that only evaluation may know of."""
+    return () if task.novel is None else task.novel.classes
 
 
 def pick_device(gpu_share: float) -> torch.device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,11 +27,19 @@ from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
-from rayfed.messages import Broadcast, ClientFailure, Payload, Phase, RoundRef
-from rayfed.methods.base import ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
+from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, RoundRef
+from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
 Predictions = npt.NDArray[np.int32]
+STRETCH = 512
+"""Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
+
+
+def stretches(total: int) -> Iterator[tuple[int, int]]:
+    """First and last place of the fixed stretches of ``total`` test images."""
+    for start in range(0, total, STRETCH):
+        yield start, min(start + STRETCH, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,15 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class PredictJob:
-    """Predict ``part`` of the task: a stretch of the test set, or one client's test or validation images."""
+    """Predict ``part`` of the task: one client's test or validation images, or a stretch of the whole test set.
+
+    "novel" is a stretch of the test images of novel classes, with those as candidates.
+    """
 
     client_id: int
     cost: int
     view: Literal["zero_shot", "global", "personal"]
-    part: Literal["stretch", "test", "val"]
+    part: Literal["stretch", "test", "val", "novel"]
     start: int = 0
     stop: int = 0
     private: StateRef | None = None
@@ -74,10 +85,11 @@ class ClientReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted class ids of one job."""
+    """Predicted class ids of one job; ``own``: among the classes that the client whose image it is has."""
 
     job: PredictJob
     classes: Predictions
+    own: Predictions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +147,22 @@ class LocalJob:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Images to be judged again among some classes: ``rows`` [M] which ones, ascending, ``allowed`` [M, C] the classes.
+
+    An image may be there several times, or not at all.
+    """
+
+    rows: npt.NDArray[np.int64]
+    allowed: npt.NDArray[np.bool_]
+
+    def of(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """The part about the ``count`` images from ``start`` on, rows counted from there."""
+        first, last = np.searchsorted(self.rows, [start, start + count])
+        return torch.from_numpy(self.rows[first:last] - start), torch.from_numpy(self.allowed[first:last])
+
+
 class ClientWorker:
     """Trains and evaluates clients on one copy of the model."""
 
@@ -147,7 +175,10 @@ class ClientWorker:
         self._round: RoundRef | None = None
         self._received = Payload()
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
-        self._zero_shot: Tensor | None = None
+        self._texts: dict[str, Tensor] = {}
+        self._zero_shot: dict[ClassList, Tensor] = {}
+        self._held = task.held_classes() if task.novel is not None else None
+        self._pairs = task.tested_pairs()
 
     # Verbs: each takes a broadcast and a list of jobs, and never raises for a single client's trouble.
 
@@ -175,16 +206,18 @@ class ClientWorker:
         outcomes: list[Prediction | ClientFailure] = []
         for job in jobs:
             try:
-                outcomes.append(Prediction(job, self._predict_one(job)))
+                outcomes.append(self._predict_one(job))
             except Exception as error:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
         return tuple(outcomes), None
 
     def _receive(self, broadcast: Broadcast) -> None:
         if broadcast.round != self._round:
-            self._received = codec.decode(broadcast.payload)
+            received = codec.decode(broadcast.payload)
+            kept = {"frozen", "shared"} if _same(received.params, self._received.params) else {"frozen"}
+            self._classes = {key: value for key, value in self._classes.items() if key[0] in kept}
+            self._received, self._texts = received, codec.decode(broadcast.texts).extras
             self._round = broadcast.round
-            self._classes = {key: value for key, value in self._classes.items() if key == ("frozen",)}
 
     def _load(self, private: StateRef | None) -> ClientState:
         """Put the received shared and one client's private parameters (initial ones for None) into the model."""
@@ -285,42 +318,84 @@ class ClientWorker:
         view: View = "personal" if job.phase.private or job.private is not None else "global"
         trained_text = self.bench.text_owners & {Scope.SHARED, Scope.PRIVATE}
         classes = self.bench.class_features() if trained_text else self._class_features(None)
-        return self._classify(self._client_images("test", job.client_id), view, classes)
+        images = self._client_images("test", job.client_id)
+        with self.bench.inference():
+            return self._most_likely(images, lambda batch: self._logits(batch, view, classes))[0]
 
-    def _predict_one(self, job: PredictJob) -> Predictions:
-        if job.part == "stretch":
-            images = self.bench.images(self.task.test, np.arange(job.start, job.stop))
-        else:
-            images = self._client_images(job.part, job.client_id)
+    def _predict_one(self, job: PredictJob) -> Prediction:
+        images, candidates = self._images_of(job), self._candidates(job)
         self._load(job.private)
-        if job.view == "zero_shot":
-            return self._classify_zero_shot(images)
-        return self._classify(images, job.view, self._class_features(job.private))
-
-    def _classify(self, images: ArrayImages, view: View, classes: Tensor | None) -> Predictions:
-        found = []
+        names: ClassList = "novel" if job.part == "novel" else "base"
         with self.bench.inference():
-            for batch in images.in_order():
-                found.append(self.bench.method.predict(self.bench.model, batch, view, classes).argmax(-1).cpu())
-        return torch.cat(found).numpy().astype(np.int32) if found else np.zeros(0, np.int32)
+            if job.view == "zero_shot":
+                zero_shot = self._zero_shot_classes(names)
+                found = self._most_likely(images, lambda batch: batch.frozen() @ zero_shot.t(), candidates)
+            else:
+                view, classes = job.view, self._class_features(job.private, names)
+                found = self._most_likely(images, lambda batch: self._logits(batch, view, classes), candidates)
+        return Prediction(job, *found)
 
-    def _classify_zero_shot(self, images: ArrayImages) -> Predictions:
-        with self.bench.inference():
-            if self._zero_shot is None:
-                self._zero_shot = self.bench.zero_shot_classes()
-            found = [(batch.frozen() @ self._zero_shot.t()).argmax(-1).cpu() for batch in images.in_order()]
-        return torch.cat(found).numpy().astype(np.int32) if found else np.zeros(0, np.int32)
+    def _images_of(self, job: PredictJob) -> ArrayImages:
+        if job.part == "novel":
+            assert self.task.novel is not None
+            return self.bench.images(self.task.novel.test, np.arange(job.start, job.stop))
+        if job.part == "stretch":
+            return self.bench.images(self.task.test, np.arange(job.start, job.stop))
+        return self._client_images(job.part, job.client_id)
 
-    def _class_features(self, private: StateRef | None) -> Tensor | None:
+    def _candidates(self, job: PredictJob) -> Candidates | None:
+        """The classes held by the clients that test on the job's images, where that matters."""
+        if self._held is None:
+            return None
+        if job.part == "test":
+            count = len(self.task.clients[job.client_id].test)
+            return Candidates(np.arange(count), np.tile(self._held[job.client_id], (count, 1)))
+        if job.part == "stretch" and job.client_id < 0:
+            image, client = self._pairs
+            inside = (image >= job.start) & (image < job.stop)
+            return Candidates(image[inside] - job.start, self._held[client[inside]])
+        return None
+
+    def _logits(self, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
+        return self.bench.method.predict(self.bench.model, batch, view, classes)
+
+    def _most_likely(
+        self, images: ArrayImages, logits_of: Callable[[Batch], Tensor], candidates: Candidates | None = None
+    ) -> tuple[Predictions, Predictions | None]:
+        """The class of the largest logit of every image [N] among all, and of every pair in ``candidates`` [M]."""
+        among_all, among_own = [], []
+        for batch in images.in_order():
+            logits = logits_of(batch)
+            among_all.append(logits.argmax(-1).cpu())
+            if candidates is not None:
+                rows, allowed = candidates.of(int(batch.index[0]), len(batch.index))
+                own = logits[rows.to(logits.device)].masked_fill(~allowed.to(logits.device), float("-inf"))
+                among_own.append(own.argmax(-1).cpu())
+        return _joined(among_all), None if candidates is None else _joined(among_own)
+
+    def _names(self, names: ClassList) -> tuple[str, ...]:
+        if names == "base":
+            return self.bench.view.classes
+        assert self.task.novel is not None
+        return self.task.novel.classes
+
+    def _zero_shot_classes(self, names: ClassList) -> Tensor:
+        if names not in self._zero_shot:
+            self._zero_shot[names] = self.bench.zero_shot_classes(self._names(names))
+        return self._zero_shot[names]
+
+    def _class_features(self, private: StateRef | None, names: ClassList = "base") -> Tensor | None:
         """Class features of the loaded parameters, computed again only when something they depend on changed."""
         owners = self.bench.text_owners
-        key: tuple[object, ...] = ("frozen",)
+        if Scope.SERVER in owners:
+            return self._texts[names].to(self.bench.device)
+        key: tuple[object, ...] = ("frozen", names)
         if Scope.PRIVATE in owners:
-            key = ("private", private)
+            key = ("private", names, private)
         elif owners:
-            key = ("shared",)
+            key = ("shared", names)
         if key not in self._classes:
-            self._classes[key] = self.bench.class_features()
+            self._classes[key] = self.bench.class_features(self._names(names))
         return self._classes[key]
 
     def _client_images(self, part: str, client_id: int) -> ArrayImages:
@@ -329,6 +404,14 @@ class ClientWorker:
             source = getattr(self.task, part)
             self._images[key] = self.bench.images(source, getattr(self.task.clients[client_id], part))
         return self._images[key]
+
+
+def _joined(found: Sequence[Tensor]) -> Predictions:
+    return torch.cat(list(found)).numpy().astype(np.int32) if found else np.zeros(0, np.int32)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def failure(round_ref: RoundRef, client_id: int, error: BaseException, attempts: int = 1) -> ClientFailure:

@@ -9,26 +9,22 @@ from typing import Any
 import numpy as np
 
 from rayfed.data.task import Task
-from rayfed.engine.client import Prediction, Predictions, PredictJob
+from rayfed.engine import novel
+from rayfed.engine.client import Prediction, Predictions, PredictJob, stretches
 from rayfed.engine.store import StateRef
 from rayfed.metrics.accuracy import BoolArray, over_clients, per_class
 from rayfed.metrics.balance import balance
 from rayfed.metrics.groups import class_groups
 
-STRETCH = 512
-"""Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
 
-
-def jobs(task: Task, private: Mapping[int, StateRef], *, zero_shot: bool) -> list[PredictJob]:
-    """The predictions one evaluation needs.
+def jobs(task: Task, private: Mapping[int, StateRef], *, zero_shot: bool, last: bool = True) -> list[PredictJob]:
+    """The predictions one evaluation needs; personal models on whole test sets only in the ``last`` one.
 
     Global (and once zero-shot) over the whole test set; personal on each client's own test and validation images. A
     client without private state predicts with the global model, so its test images are not predicted twice.
     """
     found: list[PredictJob] = []
-    total = len(task.test.labels)
-    for start in range(0, total, STRETCH):
-        stop = min(start + STRETCH, total)
+    for start, stop in stretches(len(task.test)):
         found.append(PredictJob(-1, stop - start, "global", "stretch", start, stop))
         if zero_shot:
             found.append(PredictJob(-1, stop - start, "zero_shot", "stretch", start, stop))
@@ -39,6 +35,8 @@ def jobs(task: Task, private: Mapping[int, StateRef], *, zero_shot: bool) -> lis
         if len(client.val):
             view = "global" if ref is None else "personal"
             found.append(PredictJob(client_id, 2 * len(client.val), view, "val", private=ref))  # type: ignore[arg-type]
+    if task.novel is not None:
+        found += novel.jobs(task, private, zero_shot=zero_shot, last=last)
     return found
 
 
@@ -51,6 +49,12 @@ class Scores:
     personal: dict[int, Predictions] = field(default_factory=dict)
     trained: dict[int, Predictions] = field(default_factory=dict)
     val: dict[int, Predictions] = field(default_factory=dict)
+    novel: novel.NovelScores = field(default_factory=novel.NovelScores)
+
+    def next(self, clients: Iterable[int]) -> None:
+        """Make room for the next evaluation, in which ``clients`` have personal models."""
+        self.personal, self.val = {}, {}
+        self.novel = self.novel.without_personal(frozenset(clients))
 
 
 def collect(task: Task, predictions: Iterable[Prediction], scores: Scores) -> Scores:
@@ -59,6 +63,10 @@ def collect(task: Task, predictions: Iterable[Prediction], scores: Scores) -> Sc
     views: dict[str, Predictions] = {}
     for prediction in predictions:
         job = prediction.job
+        if task.novel is not None:
+            novel.collect(task, prediction, scores.novel)
+        if job.part == "novel" or (job.part == "stretch" and job.client_id >= 0):
+            continue
         if job.part == "stretch":
             views.setdefault(job.view, whole.copy())[job.start : job.stop] = prediction.classes
         elif job.part == "val":
@@ -96,6 +104,10 @@ def figures(task: Task, scores: Scores) -> dict[str, Any]:
         found[view]["acc_full"] = None if whole is None or not len(whole) else float((whole == task.test.labels).mean())
     for view, by_class in _balances(task, scores).items():
         found[view] |= by_class
+    if task.novel is not None:
+        own_images = {view: found[view]["acc_macro"] for view in novel.VIEWS}
+        for view, values in novel.figures(task, scores.novel, own_images).items():
+            found[view] |= values
     found["personal_trained"] = over_clients(client_hits(task, scores, "trained"))
     val = {c: p == task.val.labels[task.clients[c].val] for c, p in scores.val.items()}
     found["val"] = {"personal_acc": over_clients(val)["acc_weighted"]}

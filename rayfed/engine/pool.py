@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
-from rayfed.engine.bench import task_view
+from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientReport, ClientWorker, Prediction, PredictJob, TrainJob
 from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError
@@ -77,13 +77,13 @@ class LocalPool:
     retried = 0
 
     def __init__(self, options: RunOptions, task: Task, states: Path) -> None:
-        self._server = Server(options, task_view(task), task.proxy)
+        self._server = Server(options, task_view(task), task.proxy, novel_names(task))
         self._worker = ClientWorker(options, task, states)
 
     def begin(self, round_index: int, phase: Phase) -> tuple[Broadcast, int]:
         """Open a phase."""
         broadcast = self._server.begin(round_index, phase)
-        return broadcast, len(broadcast.payload)
+        return broadcast, broadcast.size
 
     def run(
         self, verb: Verb, broadcast: Broadcast, jobs: Sequence[Job], *, deadline_s: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +25,13 @@ from rayfed.metrics.groups import class_groups
 class Predictor:
     """Predicts with the adapters of a results folder; every tensor of the model must be in the files and no other.
 
+    ``classes`` are candidates other than the run's, by name, for a model with a text tower.
+
     Raises:
         AdapterError: a file is missing or damaged, holds other tensors than the model, or the client has no model.
     """
 
-    def __init__(self, out: str | Path, *, client: int | None = None) -> None:
+    def __init__(self, out: str | Path, *, client: int | None = None, classes: Sequence[str] | None = None) -> None:
         folder = Path(out)
         try:
             task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
@@ -39,13 +41,16 @@ class Predictor:
         known = tuple(task["classes"]), task["template"], int(task["num_proxy"])
         view = TaskView(*known, counts, class_groups(counts))
         options = config.parse_options([f"config={folder / 'config.yaml'}"])
-        self.classes = view.classes
+        self.classes = view.classes if classes is None else tuple(classes)
         self.view: View = "global" if client is None else "personal"
         self._bench = Bench(options, view, gpu_share=float(torch.cuda.is_available()))
         self._load(Scope.SHARED, folder / "adapters" / "shared.safetensors")
+        self._load(Scope.SERVER, folder / "adapters" / "server.safetensors")
         if client is not None:
             self._load(Scope.PRIVATE, _client_file(folder, client, len(task["clients"])))
-        self._features = self._bench.class_features()
+        self._features = self._bench.class_features(self.classes)
+        if classes is not None and self._features is None:
+            raise AdapterError("the run's backbone has no text tower: it knows its own classes only (classes=None).")
 
     def _load(self, scope: Scope, file: Path) -> None:
         flat = self._bench.parameters[scope]

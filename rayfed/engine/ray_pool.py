@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from rayfed.adapters.scope import Scope
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import ImageSet, Task
-from rayfed.engine.bench import task_view
+from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, ServerLost, Verb, late
 from rayfed.engine.resources import plan_here
@@ -65,9 +65,9 @@ class _WorkerShell:
 class _ServerShell:
     """The Ray actor around the ``Server``."""
 
-    def setup(self, options: RunOptions, view: Any, proxy: ImageSet) -> None:
+    def setup(self, options: RunOptions, view: Any, proxy: ImageSet, novel: tuple[str, ...]) -> None:
         """Build the server."""
-        self._server = Server(options, view, proxy)
+        self._server = Server(options, view, proxy, novel)
 
     def call(self, verb: str, *args: Any) -> Any:
         """Run a method of the server."""
@@ -119,8 +119,9 @@ class RayPool:
         self._options, self._states = options, states
         self.num_workers, self.retried = num_workers, 0
         self._task, self._proxy = ray.put(task), ray.put(task.proxy)
-        self._view = task_view(task)
-        self._attempts: dict[tuple[str, int, int], int] = {}
+        self._view, self._novel = task_view(task), novel_names(task)
+        self._attempts: dict[Job, int] = {}
+        self._moves: dict[Job, int] = {}
         self._waiting: dict[Any, _Call] = {}
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
@@ -137,7 +138,7 @@ class RayPool:
     def _start_server(self) -> tuple[Any, Any]:
         share = self._options.server
         actor = self._ray.remote(_ServerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0).remote()
-        return actor, actor.setup.remote(self._options, self._view, self._proxy)
+        return actor, actor.setup.remote(self._options, self._view, self._proxy, self._novel)
 
     def _start_worker(self, slot: _Slot) -> None:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
@@ -200,7 +201,7 @@ class RayPool:
     def begin(self, round_index: int, phase: Phase) -> tuple[Any, int]:
         """Open a phase; workers read the broadcast from the object store, once per node."""
         reference, broadcast = self._ask("begin", round_index, phase)
-        return reference, len(broadcast.payload)
+        return reference, broadcast.size
 
     def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step."""
@@ -238,7 +239,7 @@ class RayPool:
     ) -> Iterator[Outcomes]:
         """Yield outcomes as they come. What an earlier run left unfinished keeps its actor busy and is thrown away."""
         self._generation += 1
-        self._attempts, self._suspects = {}, set()
+        self._attempts, self._moves, self._suspects = {}, {}, set()
         end = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
         # Where someone may be slow, nobody waits behind anybody.
         clients = self._options.clients
@@ -379,9 +380,9 @@ class RayPool:
 
     def _may_retry(self, job: Job, *, moved: bool = False) -> bool:
         """Whether to try again: a bounded number of times; to move off lost nodes, at most once per actor."""
-        key = ("moved " * moved + type(job).__name__, job.client_id, _start(job))
-        self._attempts[key] = self._attempts.get(key, 0) + 1
-        allowed = self._attempts[key] <= (self.num_workers if moved else self._options.engine.retries)
+        tries = self._moves if moved else self._attempts
+        tries[job] = tries.get(job, 0) + 1
+        allowed = tries[job] <= (self.num_workers if moved else self._options.engine.retries)
         self.retried += int(allowed)
         return allowed
 

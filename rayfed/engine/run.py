@@ -27,7 +27,7 @@ from rayfed.engine.pool import Pool, ServerLost
 from rayfed.engine.sampling import draw_cohort
 from rayfed.engine.store import StateRef
 from rayfed.errors import CheckpointError, RoundError
-from rayfed.messages import ClientFailure, Phase
+from rayfed.messages import EVALUATION, ClientFailure, Phase
 from rayfed.methods.base import AnyMethod
 
 log = logging.getLogger("rayfed")
@@ -195,8 +195,10 @@ class Federation:
         return index + 1 == self.options.rounds or (every > 0 and (index + 1) % every == 0)
 
     def _evaluate(self, index: int) -> dict[str, Any]:
-        broadcast, _ = self.pool.begin(index, Phase("evaluate", uploads=False))
-        jobs = evaluate.jobs(self.task, self.private, zero_shot=self.has_zero_shot and self.scores.zero_shot is None)
+        broadcast, _ = self.pool.begin(index, EVALUATION)
+        zero_shot = self.has_zero_shot and self.scores.zero_shot is None
+        last = index + 1 == self.options.rounds
+        jobs = evaluate.jobs(self.task, self.private, zero_shot=zero_shot, last=last)
         found: list[Prediction] = []
         for outcomes in self.pool.run("predict", broadcast, jobs):
             for outcome in outcomes:
@@ -206,7 +208,7 @@ class Federation:
                     )
             found += [outcome for outcome in outcomes if isinstance(outcome, Prediction)]
             self.observer.progress(index, "evaluate", len(found), len(jobs))
-        self.scores.personal, self.scores.val = {}, {}
+        self.scores.next(self.private)
         return evaluate.figures(self.task, evaluate.collect(self.task, found, self.scores))
 
     def _save(self, index: int) -> None:

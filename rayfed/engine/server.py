@@ -17,13 +17,14 @@ from rayfed import rng
 from rayfed.adapters.peft import to_peft
 from rayfed.adapters.scope import Entry, FlatParameters, Scope
 from rayfed.aggregation.exact import ExactSum
+from rayfed.backbones.text import class_texts
 from rayfed.comms import codec
 from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import ImageSet
 from rayfed.engine.bench import Bench
 from rayfed.engine.client import Packet
 from rayfed.errors import RoundError
-from rayfed.messages import Broadcast, ClientUpdate, Phase, RoundRef
+from rayfed.messages import EVALUATION, Broadcast, ClientUpdate, Payload, Phase, RoundRef
 from rayfed.methods.base import FitReport, Group, Images, Items, Objective, TaskView, Updates
 from rayfed.state import ServerState
 
@@ -63,9 +64,10 @@ def _tower(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a finished run leaves: shared tensors by name, the private layout, the shared LoRA in PEFT's format."""
+    """What a finished run leaves: shared and server tensors by name, the private layout, the shared LoRA for PEFT."""
 
     shared: dict[str, Tensor]
+    server: dict[str, Tensor]
     private: tuple[Entry, ...]
     peft: tuple[dict[str, Tensor], dict[str, Any]] | None
 
@@ -77,21 +79,62 @@ class Export:
 class Server:
     """One phase at a time: ``begin``, any number of ``receive``, ``finish``."""
 
-    def __init__(self, options: RunOptions, view: TaskView, proxy: ImageSet) -> None:
+    def __init__(self, options: RunOptions, view: TaskView, proxy: ImageSet, novel: tuple[str, ...] = ()) -> None:
+        """``novel`` classes are known to evaluation alone, never to the method's server half."""
         self.options = options
+        self._novel = novel
         self.bench = Bench(options, view, gpu_share=options.server.gpu)
         self._proxy = self.bench.images(proxy)
+        self._refuse_bad_names()
         initial = self.bench.initial
         fresh = ServerState(initial[Scope.SHARED], initial[Scope.SERVER])
         self.state = self.bench.method.server_init(fresh, self._context(0, ()))
         self._round: RoundRef | None = None
         self._packets: list[Packet] = []
+        self._texts: dict[str, Tensor] = {}
+        self._texts_of: dict[Scope, Tensor] = {}
+
+    def _refuse_bad_names(self) -> None:
+        """Raise what the text tower has against a novel class name now, not at the first evaluation."""
+        if self._novel:
+            texts, _ = class_texts(self._novel, self.bench.view.template)
+            self.bench.backbone.tokenize(texts, self._novel)
 
     def begin(self, round_index: int, phase: Phase) -> Broadcast:
         """Open a phase and return what its clients get."""
         self._round = RoundRef(round_index, phase.name, self.state.version)
         self._packets = []
-        return Broadcast(self._round, codec.encode(self.bench.method.broadcast(self.state, phase)))
+        payload = codec.encode(self.bench.method.broadcast(self.state, phase))
+        return Broadcast(self._round, payload, codec.encode(Payload(None, self._class_features(phase))))
+
+    def _class_features(self, phase: Phase) -> dict[str, Tensor]:
+        """Class features by class list where they depend on parameters that stay here; else none.
+
+        They are computed again only when one of these parameters changed.
+        """
+        if not self.state.server.numel() or Scope.SERVER not in self.bench.text_owners:
+            return {}
+        owners = self.bench.text_owners
+        values = {Scope.SHARED: self.state.shared, Scope.SERVER: self.state.server}
+        depends = {scope: value for scope, value in values.items() if scope in owners}
+        if any(
+            scope not in self._texts_of or not torch.equal(self._texts_of[scope], v) for scope, v in depends.items()
+        ):
+            self._texts, self._texts_of = {}, depends
+        wanted = {"base": self.bench.view.classes}
+        if phase == EVALUATION and self._novel:
+            wanted["novel"] = self._novel
+        for name, names in wanted.items():
+            if name not in self._texts:
+                self._texts[name] = self._encode(names, values)
+        return {name: self._texts[name] for name in wanted}
+
+    def _encode(self, names: Sequence[str], values: Mapping[Scope, Tensor]) -> Tensor:
+        for scope, value in values.items():
+            self.bench.parameters[scope].write(value)
+        features = self.bench.class_features(names)
+        assert features is not None
+        return features.float().cpu()
 
     def receive(self, packet: Packet) -> None:
         """Take a packet of the open phase; one of another phase, or of clients already here, is left out."""
@@ -163,7 +206,11 @@ class Server:
         parameters = self.bench.parameters
         parameters[Scope.SHARED].write(self.state.shared)
         peft = to_peft(self.bench.backbone, self.options.backbone.name)
-        return Export(parameters[Scope.SHARED].named(self.state.shared), parameters[Scope.PRIVATE].entries, peft)
+        shared, server = (
+            parameters[scope].named(values)
+            for scope, values in ((Scope.SHARED, self.state.shared), (Scope.SERVER, self.state.server))
+        )
+        return Export(shared, server, parameters[Scope.PRIVATE].entries, peft)
 
     def _context(self, round_index: int, cohort: tuple[int, ...]) -> Context:
         bench = self.bench

@@ -15,6 +15,8 @@ METHODS: dict[str, str] = {
     "fedlora": "rayfed.methods.fedlora:FedLoRA",
     "fedglad": "rayfed.methods.fedglad:FedGLAD",
     "fedsdg": "rayfed.methods.fedsdg:FedSDG",
+    "mma": "rayfed.methods.mma:MMA",
+    "blend": "rayfed.methods.blend:Blend",
     "fedpurel": "rayfed.methods.fedpurel:FedPuReL",
 }
 """Name -> module:class. Strings, so that names are known before torch is imported."""

@@ -250,16 +250,21 @@ class Method(ABC, Generic[ConfigT]):
         """Combine the updates of a phase: here, add the weighted mean delta."""
         return state.step(state.shared + updates.mean_delta()) if state.shared.numel() else state.step(state.shared)
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
-        """Class text features [C, D], normalised, as the model makes them; None: no text classifier.
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
+        """Text features [C, D] of the classes ``names``, normalised, as the model makes them; None: no text classifier.
 
         [K, C, D] where the model has K classifiers: ``predict`` and ``job.class_features`` get them as they are.
+        ``names`` are the task's own or others it is judged on. The engine calls this where the parameters it depends
+        on live (at the server for those of ``Scope.SERVER``) and again only when these have changed.
         """
         return None
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
-        """Logits [B, C] of the global or the personal model; ``classes`` are the class features [C, D]."""
+        """Logits [B, C] of the global or the personal model; ``classes`` are the class features [C, D].
+
+        They may be of other classes than the task's, which the model must not assume anything about.
+        """
 
 
 AnyMethod = Method[Any]

@@ -74,9 +74,9 @@ class Dual(AdaptedModel):
             tag = "text" if tower == "text_tower" else "lora"
             self.attach(config, Branch(branch.name, branch.scope, branch.rank, branch.alpha, tag), towers=(tower,))
 
-    def class_features(self) -> Tensor:
-        """[C, D]; the global branch acts on the text tower where it is attached there."""
-        return self.text_features(*(() if self.config.branches == "local_only" else ("global",)))
+    def class_features(self, names: Sequence[str] | None = None) -> Tensor:
+        """[C, D] of ``names`` (the task's for None); the global branch acts where it is attached to the text tower."""
+        return self.text_features(*(() if self.config.branches == "local_only" else ("global",)), names=names)
 
     def global_features(self, images: Tensor) -> Tensor:
         """h_g [B, D]; without a global branch, the frozen feature."""
@@ -311,10 +311,10 @@ class FedGLAD(Method[Options]):
 
     # Prediction
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[C, D]."""
         assert isinstance(model, Dual)
-        return model.class_features()
+        return model.class_features(names)
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Global: s h_g W^T. Personal: s z W^T with the client's local branch and gate."""

@@ -10,6 +10,8 @@ The adjustment changes predictions only and needs the classes' training counts o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from rayfed.adapters.scope import Scope
@@ -31,10 +33,10 @@ class FedLoRA(Method[Options]):
         objective = cross_entropy_objective(job, trains_text=self.config.towers != "vision")
         return ClientResult(job.fit(objective, [Group(Scope.SHARED)]))
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[C, D] with the shared text LoRA, if there is one."""
         assert isinstance(model, SingleLoRA)
-        return model.class_features()
+        return model.class_features(names)
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Logits [B, C] with the shared LoRA, in both views, less what the class sizes favour if asked."""

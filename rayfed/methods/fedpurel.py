@@ -64,16 +64,14 @@ LEAST_PROBABILITY = 1e-12
 class Residual(AdaptedModel):
     """CLIP with a shared and a private adapter of one kind, each making logits of its own."""
 
-    _prompt_tokens: Tensor
-
     def __init__(self, backbone: Backbone, task: TaskView, config: Options) -> None:
         super().__init__(backbone, task)
-        self.kind = config.kind
+        self.kind, self.context = config.kind, config.context
         self._zero_shot: Tensor | None = None
         if config.kind == "prompt":
             attach_prompts(backbone.text_tower, self.switch, OWNERS, length=config.context)
-            tokens = prompt_tokens(backbone.tokenize, task.classes, config.context)
-            self.register_buffer("_prompt_tokens", tokens, persistent=False)
+            self._prompt_tokens: dict[tuple[str, ...], Tensor] = {}
+            self.prompt_tokens(task.classes)
         elif config.kind == "lora":
             alpha = config.alpha * (config.rank**0.5 if config.scaling == "sqrt_rank" else 1.0)
             self.attach(config, *(Branch(n, o, config.rank, alpha, init="kaiming") for n, o in OWNERS.items()))
@@ -91,12 +89,20 @@ class Residual(AdaptedModel):
         """Zero-shot logits [B, C], from image features that are computed once per image."""
         return self.logits(batch.frozen(), self.zero_shot_classes())
 
-    def class_features(self, name: str) -> Tensor:
-        """[C, D] that adapter ``name`` classifies with: its own prompt's, or the untouched ones."""
+    def prompt_tokens(self, names: Sequence[str]) -> Tensor:
+        """Token rows [C, T] of the classes ``names`` with places for a prompt."""
+        key = tuple(names)
+        if key not in self._prompt_tokens:
+            self._prompt_tokens[key] = prompt_tokens(self.backbone.tokenize, key, self.context)
+        return self.to_device(self._prompt_tokens[key])
+
+    def class_features(self, name: str, names: Sequence[str] | None = None) -> Tensor:
+        """[C, D] of ``names`` (the task's for None) with adapter ``name``: of its own prompt, or the untouched ones."""
         if self.kind != "prompt":
-            return self.zero_shot_classes()
+            return self.zero_shot_classes() if names in (None, self.classes) else self.text_features(names=names)
         with self.switch.use(name):
-            return F.normalize(self.backbone.encode_text(self._prompt_tokens), dim=-1)
+            tokens = self.prompt_tokens(self.classes if names is None else names)
+            return F.normalize(self.backbone.encode_text(tokens), dim=-1)
 
     def branch(self, name: str, batch: Batch, classes: Tensor | None = None, drop: Dropout | None = None) -> Tensor:
         """Logits [B, C] of adapter ``name``; ``classes`` [C, D] are its class features, computed here if None."""
@@ -230,12 +236,12 @@ class FedPuReL(Method[Options]):
 
     # Prediction
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[2, C, D] of the global and the personal adapter for prompts; [C, D] of the untouched text tower else."""
         assert isinstance(model, Residual)
         if model.kind != "prompt":
-            return model.zero_shot_classes()
-        return torch.stack([model.class_features(name) for name in OWNERS])
+            return model.class_features("global", names)
+        return torch.stack([model.class_features(name, names) for name in OWNERS])
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Logits [B, C]: l_G, or l_G + l_P."""

@@ -19,7 +19,7 @@ global view has the initial head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -203,10 +203,10 @@ class FedSDG(Method[Options]):
 
     # Prediction
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[C, D] of the frozen text tower; None without one."""
         assert isinstance(model, GatedDual)
-        return model.text_features() if model.backbone.has_text else None
+        return model.text_features(names=names) if model.backbone.has_text else None
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Logits [B, C]. Global: b + g. Personal: with the client's gated private branch."""

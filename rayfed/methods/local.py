@@ -5,6 +5,8 @@ The personal model is the client's own; the global model is the untouched backbo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from rayfed.adapters.scope import Scope
@@ -31,10 +33,10 @@ class Local(Method[Options]):
         objective = cross_entropy_objective(job, trains_text=self.config.towers != "vision")
         return ClientResult(job.fit(objective, [Group(Scope.PRIVATE)]))
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[C, D] with the client's own text LoRA, if it has one."""
         assert isinstance(model, SingleLoRA)
-        return model.class_features()
+        return model.class_features(names)
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Logits [B, C]: with the private LoRA, or of the untouched image tower."""

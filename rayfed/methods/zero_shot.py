@@ -5,6 +5,8 @@ It exists so that the floor every method is compared with is a run like any othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from rayfed.backbones.base import Backbone
@@ -30,10 +32,10 @@ class ZeroShot(Method[Options]):
         """Never called: there are no phases."""
         raise RoundError("zero_shot trains nothing.")
 
-    def class_features(self, model: nn.Module) -> Tensor | None:
+    def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """[C, D] of the untouched text tower."""
         assert isinstance(model, AdaptedModel)
-        return model.text_features()
+        return model.text_features(names=names)
 
     def predict(self, model: nn.Module, batch: Batch, view: View, classes: Tensor | None) -> Tensor:
         """Zero-shot logits [B, C] in both views."""

@@ -118,6 +118,8 @@ class Console:
             keys = ("acc_macro", "acc_weighted", "acc_worst", "p10", "p50", "p90", "acc_full")
             table.add_row(label, *(percent(row[k]) if k in row else "" for k in keys))
         self._rich.print(table)
+        if "novel" in summary["global"]:
+            self._novel_table(summary, table.box)
         for view, label in (("zero_shot", "zero-shot"), ("global", "GM"), ("personal", "PM")):
             row = summary[view]
             if row.get("few") is not None and row.get("many") is not None:
@@ -127,3 +129,20 @@ class Console:
             f"bytes up {human_bytes(summary['bytes_up'])}, down {human_bytes(summary['bytes_down'])}; "
             f"updates missing: {summary['failures']}"
         )
+
+    def _novel_table(self, summary: Mapping[str, Any], frame: box.Box | None) -> None:
+        """Print base and novel accuracy, one row per view."""
+        table = Table(box=frame, title="base and novel classes")
+        columns = {
+            "local": "local",
+            "local_own": "local, own classes",
+            "held": "classes held",
+            "base": "base",
+            "novel": "novel",
+            "hm": "harmonic mean",
+        }
+        for name in ("model", *columns.values()):
+            table.add_column(name, justify="left" if name == "model" else "right")
+        for view, label in (("zero_shot", "zero-shot"), ("global", "global (GM)"), ("personal", "personal (PM)")):
+            table.add_row(label, *(percent(summary[view][key]) for key in columns))
+        self._rich.print(table)

@@ -22,6 +22,7 @@ def write_start(out: Path, options: RunOptions, task: Task) -> None:
     write_whole(out / "config.yaml", to_yaml(options).encode())
     content = {
         "classes": list(task.classes),
+        "novel_classes": [] if task.novel is None else list(task.novel.classes),
         "template": task.template,
         "num_proxy": len(task.proxy.labels),
         "train_counts": task.train_counts(),
@@ -56,13 +57,15 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def write_adapters(
     out: Path,
     shared: Mapping[str, Any],
+    server: Mapping[str, Any],
     private: Mapping[int, Mapping[str, Any]],
     peft: tuple[Mapping[str, Any], Any] | None,
 ) -> None:
-    """Write ``adapters/``: shared.safetensors, clients/<id>.safetensors, and the shared LoRA in PEFT's format."""
+    """Write ``adapters/``: shared, server, clients/<id> (safetensors), and the shared LoRA in PEFT's format."""
     folder = out / "adapters"
-    if shared:
-        write_whole(folder / "shared.safetensors", safetensors.torch.save(dict(shared)))
+    for name, tensors in (("shared", shared), ("server", server)):
+        if tensors:
+            write_whole(folder / f"{name}.safetensors", safetensors.torch.save(dict(tensors)))
     for client_id, tensors in private.items():
         write_whole(folder / "clients" / f"{client_id:05d}.safetensors", safetensors.torch.save(dict(tensors)))
     if peft is not None:

@@ -122,7 +122,8 @@ class MlflowSink:
             if (folder / name).is_dir():
                 self._client.log_artifacts(self._run_id, str(folder / name), artifact_path=name)
         # Clients' own adapters never go to a store: what is private stays in the results folder.
-        for path in (*sorted(folder.iterdir()), folder / "adapters" / "shared.safetensors"):
+        adapters = [folder / "adapters" / f"{name}.safetensors" for name in ("shared", "server")]
+        for path in (*sorted(folder.iterdir()), *adapters):
             if path.is_file() and path.suffix in {".yaml", ".json", ".jsonl", ".csv", ".safetensors"}:
                 place = str(path.parent.relative_to(folder)).removeprefix(".")
                 self._client.log_artifact(self._run_id, str(path), artifact_path=place or None)

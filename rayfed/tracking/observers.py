@@ -77,7 +77,7 @@ class Observers:
         files.write_table(self.out / "classes.csv", evaluate.class_rows(self.task, federation.scores))
         store = ClientStore(state_folder(self.out))
         private = {c: export.named_private(store.load(ref).private) for c, ref in federation.private.items()}
-        files.write_adapters(self.out, export.shared, private, export.peft)
+        files.write_adapters(self.out, export.shared, export.server, private, export.peft)
         timing = {
             "startup_s": self._startup_s,
             "rounds_s": federation.seconds,

@@ -87,8 +87,8 @@ class Faulty(Method[Options]):
                     raise torch.OutOfMemoryError("device has no room") from None
                 time.sleep(1.0)
 
-    def class_features(self, model):
-        return model.text_features()
+    def class_features(self, model, names):
+        return model.text_features(names=names)
 
     def predict(self, model, batch: Batch, view, classes):
         names = ("global",) if view == "global" else ("global", "local")

@@ -11,7 +11,7 @@ import pytest
 from rayfed.run import main
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
-METHODS = ("fedglad", "fedpurel", "fedlora", "local", "zero_shot")
+METHODS = ("fedglad", "fedpurel", "blend", "fedlora", "local", "zero_shot")
 
 
 def go(*words: str) -> None:
@@ -56,6 +56,13 @@ def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, o
     done = run_well(*words, "resume=auto")
     assert "resumed after round 2" in done.stdout
     assert_same_bits(reference["fedglad"], out)
+
+
+def test_private_and_shared_state_resume_in_this_process(reference, out):
+    words = ["method=blend", "engine.pool=local", f"out={out}", *(w for w in FAST if not w.startswith("rounds"))]
+    go(*words, "rounds=1")
+    go(*words, "rounds=3", "resume=auto")
+    assert_same_bits(reference["blend"], out, figures=False)
 
 
 def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):

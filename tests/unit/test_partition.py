@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayfed.data.partition import Request, check_file, count_table, divide, follow, read_file
+from rayfed.data.partition import Request, check_file, count_table, dirichlet_boost, divide, follow, read_file
 from rayfed.errors import DataError
 
-RULES = ["iid", "dirichlet", "disjoint", "domain", "domain_dirichlet"]
+RULES = ["iid", "dirichlet", "dir_boost", "disjoint", "domain", "domain_dirichlet"]
 
 
 def request(classes: int = 10, per_class: int = 100, clients: int = 10, **options: Any) -> Request:
@@ -42,6 +42,45 @@ def test_same_seed_same_split_and_another_seed_another(name: str) -> None:
 def test_iid_parts_are_even() -> None:
     sizes = [len(part) for part in divide("iid", request(clients=7))]
     assert max(sizes) - min(sizes) <= 1
+
+
+def boosted(seed: int = 3, **options: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(50), 20))
+    chosen = {"alpha": 0.01, "boost": 1.0, "shots": 16, **options}
+    return labels, dirichlet_boost(labels, 10, seed=seed, **chosen)
+
+
+def test_dir_boost_gives_each_class_its_shots_once_and_mostly_to_its_own_client() -> None:
+    labels, parts = boosted()
+    every = np.concatenate(parts)
+    assert len(np.unique(every)) == len(every)
+    assert np.bincount(labels[every]).tolist() == [16] * 50
+    tables = np.stack([count_table(*boosted(seed), 50) for seed in range(20)])
+    own = tables[:, np.arange(50), np.arange(50) % 10] / 16
+    # E of the own share is (1 + 0.01) / (1 + 10 * 0.01) = 0.918; all 16 images in about three quarters of the classes.
+    assert abs(own.mean() - 0.918) < 0.02
+    assert abs((own == 1).mean() - 0.75) < 0.05
+    assert abs((tables > 0).sum(axis=2).mean() - 1.28) < 0.06
+
+
+def test_dir_boost_leaves_no_client_empty_and_follows_the_seed() -> None:
+    labels = np.repeat([0, 1], 30)
+    parts = dirichlet_boost(labels, 7, alpha=0.001, boost=50.0, shots=16, seed=1)
+    assert sorted(len(part) for part in parts) == [1, 1, 1, 1, 1, 13, 14]
+    again, other = (boosted(seed)[1] for seed in (3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(boosted(3)[1], again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(again, other, strict=True))
+    for options in ({"alpha": 0.0}, {"boost": -1.0}, {"shots": 0}):
+        with pytest.raises(DataError, match="dir_boost needs alpha > 0, boost >= 0 and shots >= 1"):
+            boosted(**options)
+    with pytest.raises(DataError, match="there are 2"):
+        dirichlet_boost(labels, 3, alpha=0.1, boost=1.0, shots=1, seed=0)
+
+
+def test_dir_boost_fills_clients_up_to_the_minimum() -> None:
+    parts = divide("dir_boost", request(classes=2, clients=7, alpha=0.001, boost=50.0, min_train=5))
+    assert min(len(part) for part in parts) == 5
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(200))
 
 
 def test_disjoint_clients_share_no_class() -> None:

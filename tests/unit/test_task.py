@@ -45,6 +45,7 @@ class Partition:
     min_train: int = 2
     file: str | None = None
     max_draws: int = 1000
+    boost: float = 1.0
 
 
 def build(data: Data | None = None, partition: Partition | None = None, **options: Any) -> Task:
@@ -147,6 +148,14 @@ def test_clients_are_judged_on_classes_they_train_on(made: dict[str, Any], name:
         assert set(task.test.labels[client.test]) <= known
         assert set(task.val.labels[client.val]) <= known
     assert sum(sizes(task, "test")) == 50
+
+
+def test_dir_boost_tests_every_client_on_all_images_of_its_classes(made: dict[str, Any]) -> None:
+    task = build(partition=Partition("dir_boost", alpha=0.01))
+    for client in task.clients:
+        known = np.unique(task.train.labels[client.train])
+        assert np.array_equal(client.test, np.flatnonzero(np.isin(task.test.labels, known)))
+        assert np.array_equal(client.val, np.flatnonzero(np.isin(task.val.labels, known)))
 
 
 def test_domains_are_respected_at_test_too() -> None:
@@ -336,3 +345,26 @@ def test_folder_end_to_end(tmp_path: Path) -> None:
     assert task.classes == ("9", "10", "狗")
     assert len(task.test) == 6
     assert_whole(task)
+
+
+def test_an_odd_number_of_classes_has_one_more_base_class(made):
+    task = build(split="base_novel")
+    assert task.classes == ("cat", "dog", "fox") and task.novel is not None and task.novel.classes == ("hen", "ox")
+    assert sorted(set(task.novel.test.labels.tolist())) == [0, 1] and len(task.novel.test) == 20
+    assert sorted(set(task.train.labels.tolist())) == [0, 1, 2]
+
+
+def test_a_partition_file_that_lists_novel_images_is_refused(made, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"clients": [{"train": [0, 1]}, {"train": [40, 130]}]}))
+    with pytest.raises(DataError, match="lists train image 130 of class 3 for client 1"):
+        build(partition=Partition("file", file=str(path)), num_clients=None, split="base_novel")
+
+
+def test_a_training_image_among_the_novel_test_images_is_noticed(made):
+    made["test"][35] = made["train"][3]
+    made["train"][3] = pixels(1, 9)[0]
+    task = build(split="base_novel")
+    leaked = replace(task, train=replace(task.train, hashes=task.novel.test.hashes[: len(task.train)]))
+    with pytest.raises(DataError, match="the test images of novel classes"):
+        check_disjoint(leaked, np.empty(0, np.uint64))

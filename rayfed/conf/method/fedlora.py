@@ -14,6 +14,15 @@ class Options(LoRAOptions):
     logit_adjustment: NonNegative = 0.0
     """Post hoc: take this many times the log share of each class in all training images from the logits (1 usual)."""
 
+    def novel_problems(self) -> list[str]:
+        """Novel classes have no training images to adjust for."""
+        if self.logit_adjustment == 0:
+            return []
+        return [
+            f"method.logit_adjustment={self.logit_adjustment:g} needs training images of every class but "
+            "task.split=base_novel has classes without any: leave one of them out."
+        ]
+
 
 PROFILES: dict[str, dict[str, Any]] = {
     "embedded": {"train.lr": 3e-5, "train.epochs": 2, "rounds": 8, "clients.n": 10},
