@@ -15,6 +15,7 @@ METHODS: dict[str, str] = {
     "fedlora": "rayfed.methods.fedlora:FedLoRA",
     "fedglad": "rayfed.methods.fedglad:FedGLAD",
     "fedsdg": "rayfed.methods.fedsdg:FedSDG",
+    "feddtl": "rayfed.methods.feddtl:FedDTL",
     "fedpurel": "rayfed.methods.fedpurel:FedPuReL",
 }
 """Name -> module:class. Strings, so that names are known before torch is imported."""
