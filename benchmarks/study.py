@@ -83,7 +83,15 @@ def lr_cells() -> list[Cell]:
         for method, rates in (("fedsdg", ("3e-5", "1e-4", "3e-4", "1e-3")), ("fedpurel", ("1e-2", "3e-2", "1e-1")))
         for rate in rates
     ]
-    return [*trained, *distilled, *others]
+    decoupled = [
+        Cell(
+            f"feddtl lr {rate} text {text}",
+            100,
+            ("method=feddtl", f"train.lr={rate}", f"method.text_lr={text}", "eval.every=0"),
+        )
+        for rate, text in (("1e-4", "1e-3"), ("3e-4", "1e-3"), ("1e-3", "1e-3"), ("3e-4", "1e-4"), ("3e-4", "3e-3"))
+    ]
+    return [*trained, *distilled, *others, *decoupled]
 
 
 def fedglad_cells() -> list[Cell]:

@@ -121,6 +121,8 @@ PROFILES: dict[str, dict[str, Any]] = {
         "rounds": 8,
         "clients.n": 10,
         "method.text_blocks": 1,
+        # As long beside tiny's embeddings (64 numbers, length 14) as 0.1 beside ViT-B/16's (512 numbers, length 10).
+        "method.sigma": 0.4,
     },
     "paper": {
         "train.optimizer": "adam",
