@@ -498,14 +498,16 @@ def test_two_actors_leave_the_same_bits(finished, ray_session, tmp_path, monkeyp
     assert json.loads((tmp_path / "b" / "timing.json").read_text())["retried_jobs"] > 0
 
 
-def test_resuming_at_the_switch_leaves_the_same_bits(finished, tmp_path, capsys):
+@pytest.mark.parametrize("done", [2, 3])
+def test_resuming_around_the_switch_leaves_the_same_bits(finished, tmp_path, capsys, done):
+    """Just before policy optimisation begins, and after clients were sent the anchor (which is not counted again)."""
     out = shutil.copytree(finished, tmp_path / "again")
-    for later in ("round_00003", "round_00004"):  # as a run leaves it that is killed in its third round
-        shutil.rmtree(out / "checkpoints" / later)
+    for later in range(done + 1, 5):  # as a run leaves it that is killed in the round after
+        shutil.rmtree(out / "checkpoints" / f"round_{later:05d}")
     (out / "summary.json").unlink()
     shutil.rmtree(out / "adapters")
     assert main([*RUN, f"out={out}", "resume=auto"]) == 0
-    assert "resumed after round 2" in capsys.readouterr().out
+    assert f"resumed after round {done}" in capsys.readouterr().out
     assert_same_bits(finished, out)
 
 
