@@ -80,6 +80,7 @@ def _bytes(options: RunOptions, task: Any) -> tuple[int, int]:
     down = sum(server.begin(0, phase).size for phase in phases)
     up, view = 0, server.bench.view
     sides = {"C": len(view.classes), "D": server.bench.backbone.embed_dim, "P": view.num_proxy}
+    sides |= dict.fromkeys(("N", "R"), round(sum(view.counts) / max(len(task.clients), 1)))
     for phase in phases:
         wire = [f for f in server.bench.method.wire(view) if f.direction == "up" and f.phase == phase.name]
         shapes = {f.name: tuple(sides.get(s, 0) if isinstance(s, str) else s for s in f.shape) for f in wire}

@@ -36,19 +36,34 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A sticky field of a broadcast: who holds this ``version`` of ``name`` is sent it without ``data``.
+
+    ``version`` is a hash of the content, ``size`` the bytes of ``data`` whether it is there or not.
+    """
+
+    name: str
+    version: str
+    size: int
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Broadcast:
     """Server to clients: one payload, encoded once per phase.
 
     ``texts``: class features by class list ("base", "novel"), encoded, where they are made at the server; else empty.
+    ``pieces``: what clients keep from one broadcast to the next.
     """
 
     round: RoundRef
     payload: bytes
     texts: bytes = b""
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def size(self) -> int:
-        """Bytes that every client gets."""
+        """Bytes that every client gets, whatever it keeps of earlier broadcasts."""
         return len(self.payload) + len(self.texts)
 
 
@@ -78,7 +93,9 @@ class ClientFailure:
 class WireField:
     """An extra tensor a method sends besides the shared parameters.
 
-    ``shape`` is in symbols: N the client's images, P proxy images, C classes, D embedding, or a fixed size.
+    ``shape`` is in symbols: N the client's images, P proxy images, C classes, D embedding, or a fixed size. R is any
+    number of rows up to the client's images, the same in all fields of a message. A ``sticky`` field is sent down only
+    to those who do not hold its present content.
     """
 
     name: str
@@ -86,6 +103,7 @@ class WireField:
     shape: tuple[str | int, ...]
     dtype: str = "float32"
     phase: str = "train"
+    sticky: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,13 @@ def absolute_paths(options: RunOptions) -> RunOptions:
     if options.backbone.checkpoint is not None:
         path = Path(options.backbone.checkpoint).expanduser().resolve()
         changes["backbone"] = options.backbone.model_copy(update={"checkpoint": str(path)})
+    if options.engine.cache_dir is not None:
+        folder = Path(options.engine.cache_dir).expanduser().resolve()
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise OptionError(
+                f"engine.cache_dir={folder} is no folder that can be written: create it, or leave it out."
+            )
+        changes["engine"] = options.engine.model_copy(update={"cache_dir": str(folder)})
     uri = options.tracking.uri or ""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         path = _base() / uri.removeprefix("sqlite:///")

@@ -30,7 +30,15 @@ def _cells() -> tuple[Cell, ...]:
         )
         for rate in ("1e-5", "5e-5", "5e-4")
     ]
-    return (*trained, *distilled)
+    decoupled = [
+        Cell(
+            f"feddtl lr {rate} text {text}",
+            TUNING_SEED,
+            ("method=feddtl", f"train.lr={rate}", f"method.text_lr={text}", "eval.every=0"),
+        )
+        for rate, text in (("1e-4", "1e-3"), ("3e-4", "1e-3"), ("1e-3", "1e-3"), ("3e-4", "1e-4"), ("3e-4", "3e-3"))
+    ]
+    return (*trained, *distilled, *decoupled)
 
 
 STUDY = Study(_cells(), (*COLUMNS, ("validation PM", summary("val", "personal_acc"))))

@@ -47,7 +47,7 @@ class Branch:
 def attach_lora(
     backbone: nn.Module, switch: Switch, branches: Sequence[Branch], *, targets: Sequence[str], towers: Sequence[str]
 ) -> list[str]:
-    """Add ``branches`` to the layers that ``targets`` mean inside ``towers`` (child names); return the layers' paths.
+    """Add ``branches`` to the layers that ``targets`` mean inside ``towers`` (module paths); return the layers' paths.
 
     Plain linear layers are replaced by adapted ones; layers adapted before get the branches beside the old ones.
 
@@ -87,12 +87,13 @@ def attach_layer_gates(backbone: nn.Module, *, width: int, init: float) -> None:
 def find_targets(backbone: nn.Module, targets: Sequence[str], towers: Sequence[str]) -> list[str]:
     """Return the paths of the linear layers that ``targets`` mean, in module order.
 
-    A target is a short name (``ALIASES``), the end of a module path, or a pattern with ``*``.
+    A target is a short name (``ALIASES``), the end of a module path, or a pattern with ``*``. ``towers`` are module
+    paths: a whole tower, or one of its blocks.
 
     Raises:
         AdapterError: a target matches no linear layer of the towers.
     """
-    known = [name for name in _linear_layers(backbone) if name.split(".")[0] in towers]
+    known = [name for name in _linear_layers(backbone) if any(f"{name}.".startswith(f"{t}.") for t in towers)]
     chosen: set[str] = set()
     for target in targets:
         hits = [name for name in known if _matches(name, target)]

@@ -55,14 +55,12 @@ class Dropout:
         return x * kept.to(x.device) / (1 - self.rate)
 
 
-class LoRABranch(Scoped):
-    """Delta(x) = (alpha / rank) B A x with A [rank, d_in] random (std 1/sqrt(rank)) and B [d_out, rank] zero."""
+class LowRank(nn.Module):
+    """Delta(x) = scale B A x of factors ``a`` [rank, d_in] and ``b`` [d_out, rank]."""
 
-    def __init__(self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope, tag: str = "lora") -> None:
-        super().__init__(scope, tag)
-        self.a = nn.Parameter(torch.randn(rank, d_in) / math.sqrt(rank))
-        self.b = nn.Parameter(torch.zeros(d_out, rank))
-        self.scale = alpha / rank
+    a: Tensor
+    b: Tensor
+    scale: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the update [*, d_out] of ``x`` [*, d_in]."""
@@ -71,6 +69,31 @@ class LoRABranch(Scoped):
     def added_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Return ``y`` [N, d_out] plus the update of ``x`` [N, d_in], in one fused product."""
         return torch.addmm(y, F.linear(x, self.a), self.b.t(), alpha=self.scale)
+
+
+class HeldBranch(LowRank):
+    """A branch whose factors are put in from outside: owned by nobody, never trained, saved or sent."""
+
+    def __init__(self, d_in: int, d_out: int, *, rank: int, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.zeros(rank, d_in), persistent=False)
+        self.register_buffer("b", torch.zeros(d_out, rank), persistent=False)
+        self.scale = scale
+
+    def hold(self, a: Tensor, b: Tensor) -> None:
+        """Copy ``a`` [rank, d_in] and ``b`` [d_out, rank] in."""
+        self.a.copy_(a.detach())
+        self.b.copy_(b.detach())
+
+
+class LoRABranch(Scoped, LowRank):
+    """Delta(x) = (alpha / rank) B A x with A [rank, d_in] random (std 1/sqrt(rank)) and B [d_out, rank] zero."""
+
+    def __init__(self, d_in: int, d_out: int, *, rank: int, alpha: float, scope: Scope, tag: str = "lora") -> None:
+        super().__init__(scope, tag)
+        self.a = nn.Parameter(torch.randn(rank, d_in) / math.sqrt(rank))
+        self.b = nn.Parameter(torch.zeros(d_out, rank))
+        self.scale = alpha / rank
 
 
 Anchor = Literal["base", "global", "floor", "geomean"]
@@ -172,6 +195,6 @@ class AdaptedLinear(nn.Module):
         shape, y, x = y.shape, y.flatten(0, -2), x.flatten(0, -2)
         for name in active:
             branch = self.branches[name]
-            assert isinstance(branch, LoRABranch)
+            assert isinstance(branch, LowRank)
             y = branch.added_to(y, x)
         return y.view(shape)

@@ -136,8 +136,13 @@ def flatten_scopes(model: nn.Module) -> dict[Scope, FlatParameters]:
     return {scope: _flatten(model, scope) for scope in Scope}
 
 
+def in_flat_order(model: nn.Module, scope: Scope) -> list[tuple[str, str, nn.Parameter]]:
+    """``(name, tag, parameter)`` of ``scope`` in the order of its flat tensor."""
+    return sorted(named_scoped(model, scope), key=lambda item: item[1])
+
+
 def _flatten(model: nn.Module, scope: Scope) -> FlatParameters:
-    found = sorted(named_scoped(model, scope), key=lambda item: item[1])
+    found = in_flat_order(model, scope)
     entries, start = [], 0
     for name, tag, parameter in found:
         entries.append((Entry(name, tag, tuple(parameter.shape), start, start + parameter.numel()), parameter))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rayfed.backbones.text import tokenize_texts
 from rayfed.errors import BackboneError
+
+if TYPE_CHECKING:
+    from rayfed.backbones.prefix import Split
 
 Tokenizer = Callable[..., Tensor]
 """``tokenizer(texts, context_length=None) -> long [N, T]``: pads, and cuts rows longer than ``context_length``."""
@@ -31,7 +34,8 @@ class Backbone(nn.Module):
     ``embed_dim`` (D) is the width of what both encoders return. ``logit_scale`` is the factor on cosine similarities,
     already exponentiated (1.0 without text). ``settings`` describes the model in plain JSON values and is saved with
     its weights. Nothing here requires gradients, and the module stays in evaluation mode whatever ``train`` is told;
-    a module attached later that needs training mode has to be switched on its own.
+    a module attached later that needs training mode has to be switched on its own. ``split``: the halves of the image
+    tower, if a method has cut it where its adapters begin.
     """
 
     _mean: Tensor
@@ -61,6 +65,7 @@ class Backbone(nn.Module):
         self.image_tower = image_tower
         self.text_tower = text_tower
         self.context_length = context_length
+        self.split: Split | None = None
         self.extras = {key: value.detach().clone() for key, value in (extras or {}).items()}
         self.logit_scale = float(self.extras["logit_scale"].exp()) if "logit_scale" in self.extras else 1.0
         self._tokenizer = tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from rayfed.messages import Payload
 
 PARAMS = "params"
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
 
 
 def encode(payload: Payload) -> bytes:

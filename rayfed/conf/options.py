@@ -205,7 +205,7 @@ class TrainOptions(Frozen):
 
 
 class EngineOptions(Frozen):
-    """How the work is carried out; nothing here changes results on CPU, except `precision` and `threads`."""
+    """How the work is carried out; on CPU only `precision`, `threads` and `cache*` change results, in the last bits."""
 
     pool: Literal["ray", "local"] = "ray"
     """Client actors on Ray, or everything in this process."""
@@ -219,6 +219,12 @@ class EngineOptions(Frozen):
     """Compute threads of an actor (results may differ in the last bits between thread counts)."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a client's job is tried again after its actor died."""
+    cache: Literal["off", "fp32", "fp16"] = "fp32"
+    """Keep activations before the first adapted block (methods that adapt late blocks); fp16 moves features by 1e-3."""
+    cache_mb: Count = 1024
+    """Memory for them per actor; a client's images that alone need more are not kept."""
+    cache_dir: str | None = None
+    """Folder on a local disk for what exceeds `cache_mb`; none: it is computed again each time."""
 
 
 class EvalOptions(Frozen):

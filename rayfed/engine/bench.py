@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from rayfed.adapters.scope import FlatParameters, Scope, flatten_scopes
 from rayfed.backbones import load_backbone
 from rayfed.backbones.base import Backbone
+from rayfed.backbones.prefix import PrefixCache
 from rayfed.backbones.text import class_texts
 from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import ImageSet, Task
@@ -43,6 +45,7 @@ class Bench:
         self.backbone: Backbone = load_backbone(chosen.name, pretrained=tag, checkpoint=chosen.checkpoint)
         self.model: nn.Module = self._build()
         self.parameters: Mapping[Scope, FlatParameters] = flatten_scopes(self.model)
+        self.prefixes = _prefix_cache(options)
         self.initial = {scope: flat.read() for scope, flat in self.parameters.items()}
 
     def _build(self) -> nn.Module:
@@ -50,8 +53,13 @@ class Bench:
             torch.manual_seed(derive_seed(self.options.seed, "model"))
             return self.method.build_model(self.backbone, self.view).to(self.device).eval()
 
-    def images(self, images: ImageSet, index: npt.NDArray[np.int64] | None = None) -> ArrayImages:
-        """The images ``index`` of a set (all of them for None) as batches for this model."""
+    def images(
+        self, images: ImageSet, index: npt.NDArray[np.int64] | None = None, *, key: Hashable = None
+    ) -> ArrayImages:
+        """The images ``index`` of a set (all of them for None) as batches for this model.
+
+        With a ``key``, activations before the first adapted block are kept under it.
+        """
         where = np.arange(len(images.labels)) if index is None else index
         return ArrayImages(
             images.images,
@@ -60,6 +68,8 @@ class Bench:
             backbone=self.backbone,
             device=self.device,
             batch_size=self.options.eval.batch,
+            prefixes=None if key is None else self.prefixes,
+            key=key,
         )
 
     def fit(self, options: TrainOptions) -> Fit:
@@ -94,6 +104,13 @@ class Bench:
             return frozenset()
         gradients = torch.autograd.grad(features.sum(), [p for _, p in places], allow_unused=True)
         return frozenset(scope for (scope, _), g in zip(places, gradients, strict=True) if g is not None)
+
+
+def _prefix_cache(options: RunOptions) -> PrefixCache:
+    engine = options.engine
+    dtype = {"off": None, "fp32": torch.float32, "fp16": torch.float16}[engine.cache]
+    folder = None if engine.cache_dir is None else Path(engine.cache_dir)
+    return PrefixCache(dtype=dtype, limit=engine.cache_mb * 2**20, folder=folder)
 
 
 def task_view(task: Task) -> TaskView:

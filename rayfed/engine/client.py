@@ -27,7 +27,7 @@ from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
-from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, RoundRef
+from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
@@ -176,6 +176,7 @@ class ClientWorker:
         self._received = Payload()
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
         self._texts: dict[str, Tensor] = {}
+        self._pieces: dict[str, tuple[str, Tensor]] = {}
         self._zero_shot: dict[ClassList, Tensor] = {}
         self._held = task.held_classes() if task.novel is not None else None
         self._pairs = task.tested_pairs()
@@ -183,10 +184,13 @@ class ClientWorker:
     # Verbs: each takes a broadcast and a list of jobs, and never raises for a single client's trouble.
 
     def train(
-        self, broadcast: Broadcast, jobs: Sequence[TrainJob]
+        self, broadcast: Broadcast, jobs: Sequence[TrainJob], *pieces: Piece
     ) -> tuple[tuple[ClientReport | ClientFailure, ...], Packet]:
-        """Train the clients of ``jobs``; return a report or failure each, and the packet for the server."""
-        self._receive(broadcast)
+        """Train the clients of ``jobs``; return a report or failure each, and the packet for the server.
+
+        ``pieces`` are those of the broadcast that came without data and are not held here yet.
+        """
+        self._receive(broadcast, pieces)
         outcomes: list[ClientReport | ClientFailure] = []
         good: list[tuple[ClientReport, Payload]] = []
         for job in jobs:
@@ -199,10 +203,10 @@ class ClientWorker:
         return tuple(outcomes), self._pack(broadcast.round, jobs[0].phase, good)
 
     def predict(
-        self, broadcast: Broadcast, jobs: Sequence[PredictJob]
+        self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece
     ) -> tuple[tuple[Prediction | ClientFailure, ...], None]:
-        """Predict for ``jobs`` with the broadcast parameters."""
-        self._receive(broadcast)
+        """Predict for ``jobs`` with the broadcast parameters; ``pieces`` as for ``train``."""
+        self._receive(broadcast, pieces)
         outcomes: list[Prediction | ClientFailure] = []
         for job in jobs:
             try:
@@ -211,13 +215,30 @@ class ClientWorker:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
         return tuple(outcomes), None
 
-    def _receive(self, broadcast: Broadcast) -> None:
+    @property
+    def held(self) -> frozenset[tuple[str, str]]:
+        """Name and version of every sticky field that is kept here."""
+        return frozenset((name, version) for name, (version, _) in self._pieces.items())
+
+    def _receive(self, broadcast: Broadcast, pieces: Sequence[Piece] = ()) -> None:
         if broadcast.round != self._round:
-            received = codec.decode(broadcast.payload)
+            received = self._with_pieces(codec.decode(broadcast.payload), broadcast, pieces)
             kept = {"frozen", "shared"} if _same(received.params, self._received.params) else {"frozen"}
             self._classes = {key: value for key, value in self._classes.items() if key[0] in kept}
             self._received, self._texts = received, codec.decode(broadcast.texts).extras
             self._round = broadcast.round
+
+    def _with_pieces(self, received: Payload, broadcast: Broadcast, pieces: Sequence[Piece]) -> Payload:
+        """Keep the pieces that came with data; add the broadcast's to ``received``."""
+        for piece in (*broadcast.pieces, *pieces):
+            if piece.data:
+                self._pieces[piece.name] = piece.version, codec.decode(piece.data).extras[piece.name]
+        kept = {}
+        for piece in broadcast.pieces:
+            version, tensor = self._pieces.get(piece.name, ("", torch.empty(0)))
+            assert version == piece.version, f"{piece.name} {piece.version} was never sent here"
+            kept[piece.name] = tensor
+        return Payload(received.params, received.extras | kept)
 
     def _load(self, private: StateRef | None) -> ClientState:
         """Put the received shared and one client's private parameters (initial ones for None) into the model."""
@@ -236,7 +257,7 @@ class ClientWorker:
         result = self.bench.method.client_step(self.bench.model, self._local_job(job, state))
         payload = self._upload(job.phase, before, result)
         count = result.report.examples if result.report.steps else 0
-        self._refuse_bad(job.phase, payload, count)
+        self._refuse_bad(job, payload, count)
         self._refuse_bad_private()
         scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
@@ -277,11 +298,13 @@ class ClientWorker:
             return Payload(None, result.upload)
         return Payload((self.bench.parameters[Scope.SHARED].data - before.to(self.bench.device)).cpu(), result.upload)
 
-    def _refuse_bad(self, phase: Phase, payload: Payload, count: int) -> None:
+    def _refuse_bad(self, job: TrainJob, payload: Payload, count: int) -> None:
+        phase = job.phase
         shared = self.bench.initial[Scope.SHARED].numel()
         wire = [f for f in self.bench.method.wire(self.bench.view) if f.direction == "up" and f.phase == phase.name]
         view = self.bench.view
         sizes = {"P": view.num_proxy, "C": len(view.classes), "D": self.bench.backbone.embed_dim, "N": count}
+        sizes["R"] = len(self.task.clients[job.client_id].train)
         share = float(count * self.options.cohort_size)
         params = shared if phase.uploads and shared else None
         if problem := update_problem(payload, wire, params=params, sizes=sizes, share=share):
@@ -402,7 +425,9 @@ class ClientWorker:
         key = part, client_id
         if key not in self._images:
             source = getattr(self.task, part)
-            self._images[key] = self.bench.images(source, getattr(self.task.clients[client_id], part))
+            own = getattr(self.task.clients[client_id], part)
+            # Only training images are encoded again and again by different adapters.
+            self._images[key] = self.bench.images(source, own, key=key if part == "train" else None)
         return self._images[key]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayfed.backbones.base import Backbone
+from rayfed.backbones.prefix import PrefixCache
+from rayfed.errors import AdapterError
 from rayfed.methods.base import Batch
 
 
@@ -31,15 +33,24 @@ class ArrayImages:
         device: torch.device,
         batch_size: int,
         augment: torch.Generator | None = None,
+        prefixes: PrefixCache | None = None,
+        key: Hashable = None,
     ) -> None:
+        """``prefixes`` keeps the activations before the first adapted block under ``key``; None keeps none."""
         self._pixels, self._labels, self._index = pixels, labels, index
         self._backbone, self._device, self._batch_size = backbone, device, batch_size
         self._augment = augment
+        self._prefixes, self._key = prefixes, key
         self._encoded: Tensor | None = None
 
     def __len__(self) -> int:
         """N."""
         return len(self._index)
+
+    @property
+    def is_augmented(self) -> bool:
+        """Whether ``batch`` augments."""
+        return self._augment is not None
 
     def batch(self, index: Tensor) -> Batch:
         """The images ``index`` [B] of these, augmented if this set is."""
@@ -65,9 +76,26 @@ class ArrayImages:
         labels = torch.from_numpy(self._labels[where]).to(self._device)
         if augment is not None:
             encoded = functools.cache(lambda: _encode(self._backbone, images))
+            prefix = functools.cache(lambda: _head(self._backbone, images))
         else:
             encoded = functools.cache(lambda: self._all_encoded()[index])
-        return Batch(images, labels, index, lambda: F.normalize(encoded(), dim=-1), encoded)
+            prefix = functools.cache(lambda: self._prefix(index, images))
+        return Batch(images, labels, index, lambda: F.normalize(encoded(), dim=-1), encoded, prefix)
+
+    def _prefix(self, index: Tensor, images: Tensor) -> Tensor:
+        """Rows of the kept activations, which are made in fixed order and batch size; made for ``images`` if not kept.
+
+        In float32 even where the frozen model computes in bfloat16, so that it does not matter who asks first.
+        """
+        rows = None if self._prefixes is None else self._prefixes.rows(self._key, len(self), self._all_prefixes)
+        if rows is None:
+            return _head(self._backbone, images)
+        return rows[index].to(self._device, torch.float32, non_blocking=True)
+
+    def _all_prefixes(self) -> Iterator[Tensor]:
+        for batch in self.in_order():
+            with torch.autocast(self._device.type, enabled=False):
+                yield _head(self._backbone, batch.images)
 
     def _all_encoded(self) -> Tensor:
         if self._encoded is None:
@@ -80,6 +108,12 @@ class ArrayImages:
 def _encode(backbone: Backbone, images: Tensor) -> Tensor:
     # In float32 even where the frozen model computes in bfloat16: methods use the features outside autocast too.
     return backbone.encode_image(images).float()
+
+
+def _head(backbone: Backbone, images: Tensor) -> Tensor:
+    if backbone.split is None:
+        raise AdapterError("the image tower of this backbone was not split: it has no prefix.")
+    return backbone.split.head(images)
 
 
 def random_resized_crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:

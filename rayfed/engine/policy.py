@@ -18,13 +18,15 @@ def update_problem(
     """Return why an upload is refused (keys, shapes, types, finite, size), or None for a good one.
 
     ``params``: how many shared parameters it must carry (None: none at all). ``sizes``: the symbols of the wire's
-    shapes. ``share``: the client's weight times the number of clients; bounds what exact sums can hold.
+    shapes; of R the most rows there may be. ``share``: the client's weight times the number of clients; bounds what
+    exact sums can hold.
     """
     wanted = {field.name: field for field in wire}
     if payload.extras.keys() != wanted.keys():
         return f"extras {sorted(payload.extras)} where {sorted(wanted)} are declared"
     if problem := _params_problem(payload.params, params, share):
         return problem
+    sizes = {**sizes, "R": _rows(payload, wire, sizes.get("R", -1))}
     for name, tensor in payload.extras.items():
         field = wanted[name]
         shape = tuple(sizes.get(side, -1) if isinstance(side, str) else side for side in field.shape)
@@ -33,6 +35,16 @@ def update_problem(
         if not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
     return None
+
+
+def _rows(payload: Payload, wire: Sequence[WireField], most: int) -> int:
+    """The number of rows R that the upload's first field of so many has, or -1 if there are too many."""
+    for field in wire:
+        shape = payload.extras[field.name].shape
+        if "R" in field.shape and len(shape) == len(field.shape):
+            rows = int(shape[field.shape.index("R")])
+            return rows if rows <= most else -1
+    return -1
 
 
 def _params_problem(params: Tensor | None, wanted: int | None, share: float) -> str | None:

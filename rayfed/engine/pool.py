@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,6 +33,28 @@ class ServerLost(RayfedError):
     """The server process died; the round has to be played again from the last snapshot."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes of a broadcast: ``each`` for every client, and of its ``pieces`` what a client does not hold yet."""
+
+    each: int
+    pieces: tuple[tuple[str, str, int], ...] = ()
+
+    @classmethod
+    def of(cls, broadcast: Broadcast) -> Sent:
+        """What ``broadcast`` weighs."""
+        return cls(broadcast.size, tuple((p.name, p.version, p.size) for p in broadcast.pieces))
+
+    def to(self, held: dict[str, str]) -> int:
+        """Bytes for a client that holds the versions ``held`` by name, which are brought up to date.
+
+        Counted by client, not by process, so that the figure does not depend on how many clients share an actor.
+        """
+        news = [(name, version, size) for name, version, size in self.pieces if held.get(name) != version]
+        held.update((name, version) for name, version, _ in news)
+        return self.each + sum(size for _, _, size in news)
+
+
 class Pool(Protocol):
     """Workers and the server they send to."""
 
@@ -39,8 +62,8 @@ class Pool(Protocol):
     retried: int
     """Jobs tried again so far."""
 
-    def begin(self, round_index: int, phase: Phase) -> tuple[Any, int]:
-        """Open a phase at the server; return a handle of the broadcast and its bytes. Raises ServerLost."""
+    def begin(self, round_index: int, phase: Phase) -> tuple[Any, Sent]:
+        """Open a phase at the server; return a handle of the broadcast and what it weighs. Raises ServerLost."""
 
     def run(
         self, verb: Verb, broadcast: Any, jobs: Sequence[Job], *, deadline_s: float | None = None
@@ -80,10 +103,10 @@ class LocalPool:
         self._server = Server(options, task_view(task), task.proxy, novel_names(task))
         self._worker = ClientWorker(options, task, states)
 
-    def begin(self, round_index: int, phase: Phase) -> tuple[Broadcast, int]:
+    def begin(self, round_index: int, phase: Phase) -> tuple[Broadcast, Sent]:
         """Open a phase."""
-        broadcast = self._server.begin(round_index, phase)
-        return broadcast, broadcast.size
+        broadcast = self._server.begin(round_index, phase, self._worker.held)
+        return broadcast, Sent.of(broadcast)
 
     def run(
         self, verb: Verb, broadcast: Broadcast, jobs: Sequence[Job], *, deadline_s: float | None = None

@@ -20,11 +20,11 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import ImageSet, Task
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
-from rayfed.engine.pool import Job, Outcomes, ServerLost, Verb, late
+from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import plan_here
 from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError, ResourceError
-from rayfed.messages import Broadcast, ClientFailure, Phase, RoundRef
+from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
 
 log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
@@ -53,13 +53,13 @@ class _WorkerShell:
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
-    def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob]) -> Any:
+    def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob], *pieces: Piece) -> Any:
         """See ``ClientWorker.train``."""
-        return self._worker.train(broadcast, jobs)
+        return self._worker.train(broadcast, jobs, *pieces)
 
-    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob]) -> Any:
+    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece) -> Any:
         """See ``ClientWorker.predict``."""
-        return self._worker.predict(broadcast, jobs)
+        return self._worker.predict(broadcast, jobs, *pieces)
 
 
 class _ServerShell:
@@ -80,10 +80,14 @@ class _ServerShell:
 
 @dataclass(slots=True)
 class _Slot:
-    """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good."""
+    """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good.
+
+    ``held``: the sticky fields (name, version) that were sent to this actor.
+    """
 
     actor: Any = None
     node: str = ""
+    held: set[tuple[str, str]] = field(default_factory=set)
     queue: deque[Job] = field(default_factory=deque)
     busy: int = 0
     usable: bool = False
@@ -126,6 +130,8 @@ class RayPool:
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
+        self._pieces: dict[tuple[str, str], Any] = {}
+        self._current: tuple[tuple[str, str], ...] = ()
         self._server, ready = self._start_server()
         self._slots = [_Slot() for _ in range(num_workers)]
         for slot in self._slots:
@@ -144,7 +150,7 @@ class RayPool:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
         share = self._options.clients
         shell = self._ray.remote(_WorkerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0)
-        slot.actor, slot.busy, slot.usable = shell.remote(), 0, False
+        slot.actor, slot.busy, slot.usable, slot.held = shell.remote(), 0, False, set()
         ready = slot.actor.setup.remote(self._options, self._task, self._states)
         self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
 
@@ -198,10 +204,16 @@ class RayPool:
         except self._ray.exceptions.RayActorError as error:
             raise ServerLost(f"the server actor died ({_first_line(error)})") from error
 
-    def begin(self, round_index: int, phase: Phase) -> tuple[Any, int]:
-        """Open a phase; workers read the broadcast from the object store, once per node."""
-        reference, broadcast = self._ask("begin", round_index, phase)
-        return reference, broadcast.size
+    def begin(self, round_index: int, phase: Phase) -> tuple[Any, Sent]:
+        """Open a phase; workers read the broadcast from the object store, once per node.
+
+        Sticky fields lie there as objects of their own and go only to actors that do not hold them.
+        """
+        reference, broadcast = self._ask("begin", round_index, phase, frozenset(self._pieces))
+        self._current = tuple((piece.name, piece.version) for piece in broadcast.pieces)
+        fresh = {(piece.name, piece.version): self._ray.put(piece) for piece in broadcast.pieces if piece.data}
+        self._pieces = {key: value for key, value in self._pieces.items() if key in self._current} | fresh
+        return reference, Sent.of(broadcast)
 
     def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
         """Run the server step."""
@@ -286,7 +298,10 @@ class RayPool:
         free = [slot for slot in self._slots if slot.usable and not self._has_straggler(slot)]
         for slot in free:
             while slot.busy < self._room and (jobs := self._next_jobs(slot)):
-                report, packet = getattr(slot.actor, verb).options(num_returns=2).remote(broadcast, jobs)
+                news = [key for key in self._current if key not in slot.held]
+                call = getattr(slot.actor, verb).options(num_returns=2)
+                report, packet = call.remote(broadcast, jobs, *(self._pieces[key] for key in news))
+                slot.held.update(news)
                 weight = self._room if jobs[0] in self._suspects else 1
                 self._waiting[report] = _Call(
                     "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight

@@ -10,6 +10,7 @@ The driver holds no tensors: which private state of a client counts, the figures
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -46,6 +47,7 @@ class RoundRecord:
     failures: list[dict[str, Any]] = field(default_factory=list)
     clients: dict[str, float] = field(default_factory=dict)
     server: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     evaluation: dict[str, Any] | None = None
 
 
@@ -74,6 +76,8 @@ class Federation:
     history: list[dict[str, Any]] = field(default_factory=list)
     scores: evaluate.Scores = field(default_factory=evaluate.Scores)
     seconds: list[float] = field(default_factory=list)
+    held: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Which version of each sticky field every client was sent last."""
     _snapshot: bytes = b""
 
     def resume(self) -> str | None:
@@ -86,6 +90,7 @@ class Federation:
                 f"rounds={self.options.rounds} is below the {saved.rounds_done} rounds already played: raise it."
             )
         self.private, self.history = dict(saved.private), list(saved.figures["history"])
+        self.held = {int(client): dict(versions) for client, versions in saved.figures.get("held", {}).items()}
         self.pool.restore(saved.server)
         planned = saved.figures["rounds"]
         longer = f"; planned for {planned} rounds, now {self.options.rounds}: schedules over rounds differ from one go"
@@ -113,7 +118,7 @@ class Federation:
 
     def _surviving(self, play: Callable[[], RoundRecord]) -> RoundRecord:
         """Play a round; if the server dies, give a new one the last snapshot and play it again from the start."""
-        before = dict(self.private)
+        before, held = dict(self.private), copy.deepcopy(self.held)
         for _ in range(SERVER_RESTARTS):
             try:
                 record = play()
@@ -121,7 +126,7 @@ class Federation:
                 return record
             except ServerLost as error:
                 log.warning("%s; playing the round again", error)
-                self.private = dict(before)
+                self.private, self.held = dict(before), copy.deepcopy(held)
                 self.pool.restore(self._snapshot)
         raise RoundError(
             f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable."
@@ -136,6 +141,7 @@ class Federation:
             cohort = self._cohort(phase, index, cohort)
             self._phase(phase, cohort, record, score=due and position == len(phases) - 1)
         record.cohort = cohort
+        record.notes = self.method.notes({**record.clients, **record.server})
         if due:
             record.evaluation = self._evaluate(index)
         return record
@@ -150,8 +156,8 @@ class Federation:
         return draw_cohort(self.options.seed, index, eligible, wanted)
 
     def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
-        broadcast, size = self.pool.begin(record.round, phase)
-        record.bytes_down += size * len(cohort)
+        broadcast, sent = self.pool.begin(record.round, phase)
+        record.bytes_down += sum(sent.to(self.held.setdefault(client, {})) for client in cohort)
         jobs = [TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort]
         reports, failures = self._train(record.round, broadcast, jobs)
         if len(reports) < self.options.clients.min_updates:
@@ -214,7 +220,7 @@ class Federation:
     def _save(self, index: int) -> None:
         every = self.options.checkpoint.every
         if index + 1 == self.options.rounds or (index + 1) % every == 0:
-            figures = {"history": self.history, "rounds": self.options.rounds}
+            figures = {"history": self.history, "rounds": self.options.rounds, "held": self.held}
             self.checkpoints.save(index + 1, self._snapshot, self.private, figures)
 
 

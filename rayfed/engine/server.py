@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from rayfed.data.task import ImageSet
 from rayfed.engine.bench import Bench
 from rayfed.engine.client import Packet
 from rayfed.errors import RoundError
-from rayfed.messages import EVALUATION, Broadcast, ClientUpdate, Payload, Phase, RoundRef
+from rayfed.messages import EVALUATION, Broadcast, ClientUpdate, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import FitReport, Group, Images, Items, Objective, TaskView, Updates
 from rayfed.state import ServerState
 
@@ -56,6 +57,12 @@ class Context:
     def log(self, name: str, value: float) -> None:
         """Record a figure of this round."""
         self.figures[name] = value
+
+
+def _piece(name: str, tensor: Tensor, held: Collection[tuple[str, str]]) -> Piece:
+    data = codec.encode(Payload(None, {name: tensor}))
+    version = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return Piece(name, version, len(data), b"" if (name, version) in held else data)
 
 
 def _tower(name: str) -> str:
@@ -100,12 +107,17 @@ class Server:
             texts, _ = class_texts(self._novel, self.bench.view.template)
             self.bench.backbone.tokenize(texts, self._novel)
 
-    def begin(self, round_index: int, phase: Phase) -> Broadcast:
-        """Open a phase and return what its clients get."""
+    def begin(self, round_index: int, phase: Phase, held: Collection[tuple[str, str]] = ()) -> Broadcast:
+        """Open a phase and return what its clients get; pieces that are ``held`` (name, version) come without data."""
         self._round = RoundRef(round_index, phase.name, self.state.version)
         self._packets = []
-        payload = codec.encode(self.bench.method.broadcast(self.state, phase))
-        return Broadcast(self._round, payload, codec.encode(Payload(None, self._class_features(phase))))
+        payload = self.bench.method.broadcast(self.state, phase)
+        wire = self.bench.method.wire(self.bench.view)
+        sticky = {f.name for f in wire if f.sticky and f.direction == "down"} & payload.extras.keys()
+        pieces = tuple(_piece(name, payload.extras[name], held) for name in sorted(sticky))
+        each = Payload(payload.params, {k: v for k, v in payload.extras.items() if k not in sticky})
+        texts = codec.encode(Payload(None, self._class_features(phase)))
+        return Broadcast(self._round, codec.encode(each), texts, pieces)
 
     def _class_features(self, phase: Phase) -> dict[str, Tensor]:
         """Class features by class list where they depend on parameters that stay here; else none.

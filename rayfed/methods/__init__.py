@@ -17,6 +17,7 @@ METHODS: dict[str, str] = {
     "fedsdg": "rayfed.methods.fedsdg:FedSDG",
     "mma": "rayfed.methods.mma:MMA",
     "blend": "rayfed.methods.blend:Blend",
+    "feddtl": "rayfed.methods.feddtl:FedDTL",
     "fedpurel": "rayfed.methods.fedpurel:FedPuReL",
 }
 """Name -> module:class. Strings, so that names are known before torch is imported."""

@@ -45,12 +45,18 @@ def _no_features() -> Tensor:
     raise AdapterError("these items are no images: they have no encoded features.")
 
 
+def _no_prefix() -> Tensor:
+    raise AdapterError("these items are no images of a backbone that was split: they have no prefix.")
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """``images`` [B, 3, S, S] normalised, ``labels`` [B] (-1: unlabelled), ``index`` [B] into the items it came from.
 
     ``frozen()`` gives the normalised image features [B, D] of the untouched backbone, ``encoded()`` the same before
-    normalisation; they are computed once per image where images are not augmented.
+    normalisation; they are computed once per image where images are not augmented. ``prefix()`` gives the activations
+    [B, T, W] before the block at which the method split the image tower (``backbone.split``), once per batch or, within
+    the engine's cache, once per image.
     """
 
     images: Tensor
@@ -58,6 +64,7 @@ class Batch:
     index: Tensor
     frozen: Callable[[], Tensor]
     encoded: Callable[[], Tensor] = _no_features
+    prefix: Callable[[], Tensor] = _no_prefix
 
 
 class Items(Protocol):
@@ -74,6 +81,11 @@ class Items(Protocol):
 
 class Images(Items, Protocol):
     """Images of one owner."""
+
+    @property
+    def is_augmented(self) -> bool:
+        """Whether ``batch`` gives another picture of an image each time."""
+        ...
 
     def in_order(self) -> Iterator[Batch]:
         """Yield all images in fixed order and batch size, never augmented."""
@@ -249,6 +261,10 @@ class Method(ABC, Generic[ConfigT]):
     def server_step(self, model: nn.Module, state: ServerState, updates: Updates, ctx: ServerContext) -> ServerState:
         """Combine the updates of a phase: here, add the weighted mean delta."""
         return state.step(state.shared + updates.mean_delta()) if state.shared.numel() else state.step(state.shared)
+
+    def notes(self, figures: Mapping[str, float]) -> list[str]:
+        """What the user should be told of a round's ``figures`` (means over clients, the server's), a sentence each."""
+        return []
 
     def class_features(self, model: nn.Module, names: Sequence[str]) -> Tensor | None:
         """Text features [C, D] of the classes ``names``, normalised, as the model makes them; None: no text classifier.

@@ -22,7 +22,6 @@ vision-only global LoRA cannot be distilled at the server without images: ``clas
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ from rayfed.methods.base import (
     Updates,
     View,
 )
-from rayfed.methods.model import TOWERS, AdaptedModel
+from rayfed.methods.model import TOWERS, AdaptedModel, Rows
 from rayfed.state import ServerState
 
 
@@ -379,19 +378,3 @@ def merged_class_means(updates: Sequence[ClientUpdate]) -> dict[str, Tensor]:
             rows = torch.stack([u.payload.extras[source] for u in updates])
             merged[target] = (counts.unsqueeze(-1) * rows).sum(0) / total.clamp(min=1).unsqueeze(-1)
     return merged
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a tensor [N, D] as items to fit on."""
-
-    values: Tensor
-
-    def __len__(self) -> int:
-        """N."""
-        return len(self.values)
-
-    def batch(self, index: Tensor) -> Batch:
-        """The rows ``index`` [B]."""
-        rows = self.values[index]
-        return Batch(rows, torch.full((len(index),), -1), index, lambda: rows)

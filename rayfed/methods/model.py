@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -121,3 +122,21 @@ def cross_entropy_objective(job: ClientJob, *, trains_text: bool) -> Objective:
         return {"ce": F.cross_entropy(net(batch, classes), batch.labels)}
 
     return objective
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a tensor [N, D] as items to fit on, with ``labels`` [N] (-1 where there are none)."""
+
+    values: Tensor
+    labels: Tensor | None = None
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.values)
+
+    def batch(self, index: Tensor) -> Batch:
+        """The rows ``index`` [B]."""
+        rows = self.values[index]
+        labels = torch.full((len(index),), -1) if self.labels is None else self.labels[index]
+        return Batch(rows, labels, index, lambda: rows)

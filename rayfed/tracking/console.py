@@ -48,6 +48,7 @@ class Console:
         self._played = 0
         self._sent = 0
         self._first = first_round
+        self._noted: set[str] = set()
         self._live: Progress | None = None
         self._bar: TaskID | None = None
 
@@ -101,6 +102,10 @@ class Console:
         if record.failures:
             parts.append(f"left out: {', '.join(str(f['client']) for f in record.failures)}")
         self.say(" | ".join(parts))
+        for note in record.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.say(f"note: round {record.round + 1}: {note}")
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, completed=record.round + 1 - self._first)
 

@@ -132,7 +132,7 @@ class MlflowSink:
 def metrics(record: RoundRecord) -> dict[str, float]:
     """The figures of a round by MLflow name (``personal/acc_macro``, ``clients/loss_ce``, ``comms/bytes_up``)."""
     found: dict[str, float] = {"comms/bytes_up": record.bytes_up, "comms/bytes_down": record.bytes_down}
-    found["clients/failures"] = len(record.failures)
+    found["clients/failures"], found["clients/notes"] = len(record.failures), len(record.notes)
     for group, values in (("clients", record.clients), ("server", record.server)):
         found |= {f"{group}/{name}": value for name, value in values.items()}
     for view, values in (record.evaluation or {}).items():

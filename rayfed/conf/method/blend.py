@@ -61,8 +61,8 @@ PAPER: dict[str, Any] = {
 """The paper's federation; the summary names no optimiser for it but SGD, this one is the authors'."""
 
 PROFILES: dict[str, dict[str, Any]] = {
-    # Personal accuracy on validation images (seed 100, 8 rounds, `python -m benchmarks.studies lr`): 85.3 for 1e-3, 87.5
-    # for 3e-3, 87.5 for 1e-2, 87.6 for 3e-2, where one image is 0.1; the middle of what is level.
+    # Personal accuracy on validation images (seed 100, 8 rounds, `python -m benchmarks.studies lr`): 85.3 for 1e-3,
+    # 87.5 for 3e-3, 87.5 for 1e-2, 87.6 for 3e-2, where one image is 0.1; the middle of what is level.
     "embedded": {
         "train.lr": 1e-2,
         "train.weight_decay": 5e-4,
