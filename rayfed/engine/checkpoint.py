@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfed.engine.store import StateRef, write_whole
-from rayfed.errors import CheckpointError
+from rayfed.errors import CheckpointError, StorageError
 
 MANIFEST, SERVER = "manifest.json", "server.safetensors"
 
@@ -50,7 +50,7 @@ class Checkpoints:
         """Save a round, then remove what only older rounds than the last ``keep`` need.
 
         Raises:
-            CheckpointError: it cannot be written (a full disk); the saves before it are untouched.
+            StorageError: it cannot be written (a full disk); the saves before it are untouched.
         """
         folder = self.root / f"round_{rounds_done:05d}"
         manifest = {
@@ -64,7 +64,7 @@ class Checkpoints:
             write_whole(folder / SERVER, server)
             write_whole(folder / MANIFEST, json.dumps(manifest).encode())
         except OSError as error:
-            raise CheckpointError(
+            raise StorageError(
                 f"round {rounds_done} cannot be saved in {folder} ({error.strerror}): free some space and go on with "
                 "resume=auto; the last good save is kept."
             ) from error

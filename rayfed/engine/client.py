@@ -27,6 +27,7 @@ from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import update_problem
 from rayfed.engine.store import ClientStore, StateRef
+from rayfed.errors import StorageError
 from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
@@ -198,6 +199,8 @@ class ClientWorker:
                 report, payload = self._train_one(job)
                 good.append((report, payload))
                 outcomes.append(report)
+            except StorageError:  # not the client's trouble but the run's
+                raise
             except Exception as error:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
         return tuple(outcomes), self._pack(broadcast.round, jobs[0].phase, good)
@@ -262,6 +265,8 @@ class ClientWorker:
         scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
         metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
+        if payload.params is not None:
+            metrics["update_norm"] = float(torch.linalg.vector_norm(payload.params))
         size = codec.encoded_size(payload)
         seconds = time.perf_counter() - started
         return ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds), payload
