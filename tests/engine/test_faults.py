@@ -123,14 +123,18 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     whole, _ = reference
     flags = out.parent / "flags"
     flags.mkdir()
+    before = servers()
     process = start(METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
     wait_until((out / "checkpoints" / "round_00001" / "manifest.json").exists, process)
     time.sleep(0.3 if moment == "train" else 1.2)
-    (server,) = [
-        p for p in psutil.process_iter(["cmdline"]) if any("_ServerShell" in c for c in p.info["cmdline"] or [])
-    ]
-    os.kill(server.pid, signal.SIGKILL)
+    (server,) = servers() - before
+    os.kill(server, signal.SIGKILL)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, output + errors
     assert "playing the round again" in errors
     assert_same_bits(whole, out)
+
+
+def servers() -> set[int]:
+    found = psutil.process_iter(["cmdline"])
+    return {p.pid for p in found if any("_ServerShell" in word for word in p.info["cmdline"] or [])}
