@@ -74,8 +74,8 @@ def _loader_findings(document: Document) -> Iterator[Finding]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             validate_config(prepare_config(copy.deepcopy(document)))
     except Exception as error:  # Ray aborts in many ways: click, assertions, ValueError
-        reason = " ".join(f"{error} {re.sub(chr(27) + r'[^m]*m', '', said.getvalue())}".split())
-        yield Finding("the file", f"is refused by Ray's loader: {reason or type(error).__name__}")
+        reason = str(error) or re.sub(r"\x1b[^m]*m", "", said.getvalue()) or type(error).__name__
+        yield Finding("the file", f"is refused by Ray's loader: {' '.join(reason.split())}")
 
 
 def _node_types(document: Document) -> dict[str, Document]:
