@@ -83,7 +83,7 @@ def _cluster_findings(spec: Document, where: str, claims: set[Any], words: Seque
 
 def _node(group: Document, field: str) -> NodeType:
     field = f"{field}.template.spec.containers[0].resources"
-    return NodeType(field, _resources(group), int(group.get("maxReplicas", 0)))
+    return NodeType(field, _resources(group), int(group.get("maxReplicas", 1)))
 
 
 def _resources(group: Document) -> dict[str, float]:

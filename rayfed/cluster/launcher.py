@@ -158,12 +158,16 @@ def _placement(document: Document, words: Sequence[str]) -> Iterator[Finding]:
         return
     prefix = "available_node_types"
     workers = [
-        NodeType(f"{prefix}.{name}.resources", _floats(node), int(node.get("max_workers", 0)))
-        for name, node in _workers(document).items()
+        NodeType(f"{prefix}.{name}.resources", _floats(node), _most(node)) for name, node in _workers(document).items()
     ]
     yield from placement_findings(
         NodeType(f"{prefix}.{document['head_node_type']}.resources", _floats(head)), workers, words
     )
+
+
+def _most(node: Document) -> int:
+    """How many nodes of a type to reckon with; where the file is wrong about it, that is said elsewhere."""
+    return max(int(node.get("max_workers", 1)), int(node.get("min_workers", 0)))
 
 
 def _floats(node: Document) -> dict[str, float]:
