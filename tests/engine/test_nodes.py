@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections import Counter
 
 import pytest
@@ -10,7 +12,7 @@ from ray._private.state import GlobalState
 from ray._raylet import GcsClientOptions
 from ray.cluster_utils import Cluster
 
-from tests.engine.runs import FAST, assert_same_bits, run_well, start, wait_until
+from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
 WORDS = [*[w for w in FAST if not w.startswith(("clients.n=", "rounds="))], "clients.n=8", "rounds=12"]
 METHOD = "method=tests.engine.faulty:Faulty"
@@ -51,3 +53,13 @@ def test_nodes_come_and_go(cluster, tmp_path):
     run_well(METHOD, "engine.pool=local", f"out={whole}", *WORDS)
     assert_same_bits(whole, out)
     assert all(not json.loads(line)["failures"] for line in (out / "metrics.jsonl").read_text().splitlines())
+
+
+def test_cards_that_torch_cannot_use_are_reported_with_the_node(cluster, tmp_path):
+    """Ray counts cards that torch does not see (no driver, another build): said before the first round."""
+    started = time.monotonic()
+    done = run("method=fedlora", f"engine.address={cluster.address}", "clients.gpu=0.25", f"out={tmp_path / 'o'}", *FAST)
+    assert time.monotonic() - started < 60
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"a process on node {socket.gethostname()} but torch sees no GPU there" in done.stderr
+    assert "round 1/" not in done.stdout
