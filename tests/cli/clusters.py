@@ -140,11 +140,12 @@ def pretended_machine(home: Path) -> Path:
     """A home folder where the environment exists already; what pip is asked is written down (it would download)."""
     tools = home / "rayfed-env" / "bin"
     tools.mkdir(parents=True)
+    installed = f"export PYTHONPATH='{home / 'rayfed-src'}';"
     only_this = Path(__file__).with_name("one_machine_ray.py")
     for name, line in (
-        ("python", f'exec {sys.executable} "$@"'),
+        ("python", f'{installed} exec {sys.executable} "$@"'),
         ("pip", f'echo "$@" > {home}/pip'),
-        ("ray", f'PYTHONPATH={ROOT} exec {sys.executable} {only_this} "$@"'),
+        ("ray", f'{installed} exec {sys.executable} {only_this} "$@"'),
     ):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)

@@ -58,7 +58,9 @@ def test_nodes_come_and_go(cluster, tmp_path):
 def test_cards_that_torch_cannot_use_are_reported_with_the_node(cluster, tmp_path):
     """Ray counts cards that torch does not see (no driver, another build): said before the first round."""
     started = time.monotonic()
-    done = run("method=fedlora", f"engine.address={cluster.address}", "clients.gpu=0.25", f"out={tmp_path / 'o'}", *FAST)
+    done = run(
+        "method=fedlora", f"engine.address={cluster.address}", "clients.gpu=0.25", f"out={tmp_path / 'o'}", *FAST
+    )
     assert time.monotonic() - started < 60
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"a process on node {socket.gethostname()} but torch sees no GPU there" in done.stderr
