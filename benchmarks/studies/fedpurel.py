@@ -59,9 +59,9 @@ REGIMES: dict[str, tuple[str, ...]] = {
 def _cells() -> tuple[Cell, ...]:
     found = []
     for seed in SEEDS:
-        found += [Cell(row, seed, (*words, *LONG_TAIL, "eval.every=4")) for row, words in ROWS.items()]
+        found += [Cell(row, seed, (*words, *LONG_TAIL, "eval.every=6")) for row, words in ROWS.items()]
         for regime, setting in REGIMES.items():
-            found += [Cell(f"{regime}: {row}", seed, (*MAIN[row], *_merge(setting), "eval.every=4")) for row in MAIN]
+            found += [Cell(f"{regime}: {row}", seed, (*MAIN[row], *_merge(setting), "eval.every=6")) for row in MAIN]
     return tuple(found)
 
 
