@@ -40,7 +40,6 @@ MAIN: dict[str, tuple[str, ...]] = {
 ROWS: dict[str, tuple[str, ...]] = {
     **MAIN,
     "fedlora + logit adjustment": (*MAIN["fedlora"], "method.logit_adjustment=1.0"),
-    "fedlora, lr of fedpurel": (*FEDLORA, "train.lr=0.1"),
     "fedpurel, prompt": (*PUREL, "method.kind=prompt", "train.lr=0.1"),
     "fedpurel, adapter": (*PUREL, "method.kind=adapter", "train.lr=0.3"),
     "fedpurel, KL": (*MAIN["fedpurel"], "method.alignment=kl"),
