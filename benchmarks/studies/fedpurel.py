@@ -34,11 +34,12 @@ FEDLORA = (
 PUREL = ("method=fedpurel", "rounds=30", "method.personal_rounds=6")
 MAIN: dict[str, tuple[str, ...]] = {
     "zero_shot": ("method=zero_shot", "rounds=1"),
-    "fedlora": (*FEDLORA, "train.lr=0.03"),
+    "fedlora": (*FEDLORA, "train.lr=0.001"),
     "fedpurel": (*PUREL, "train.lr=0.1"),
 }
 ROWS: dict[str, tuple[str, ...]] = {
     **MAIN,
+    "fedlora, lr 0.01": (*FEDLORA, "train.lr=0.01"),
     "fedlora + logit adjustment": (*MAIN["fedlora"], "method.logit_adjustment=1.0"),
     "fedpurel, prompt": (*PUREL, "method.kind=prompt", "train.lr=0.1"),
     "fedpurel, adapter": (*PUREL, "method.kind=adapter", "train.lr=0.3"),
