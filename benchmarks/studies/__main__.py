@@ -10,7 +10,7 @@ import benchmarks.studies
 from benchmarks.studies.cells import ROOT, Study, run_cell
 from benchmarks.studies.tables import table
 
-NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg", "blend", "blend_grid")
+NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg", "feddtl", "blend", "blend_grid")
 
 
 def main() -> None:

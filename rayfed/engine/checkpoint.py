@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Checkpoints:
         self.clients = self.root / "clients"
         self._keep = keep
         self._options = dict(options)
+        self._last: dict[int, StateRef] | None = None
+        self._superseded: list[tuple[int, list[str]]] = []
 
     def save(
         self, rounds_done: int, server: bytes, private: Mapping[int, StateRef], figures: Mapping[str, Any]
@@ -68,7 +70,7 @@ class Checkpoints:
                 f"round {rounds_done} cannot be saved in {folder} ({error.strerror}): free some space and go on with "
                 "resume=auto; the last good save is kept."
             ) from error
-        self._prune(rounds_done)
+        self._prune(rounds_done, private)
 
     def exists(self) -> bool:
         """Whether any round was saved here, whole or not."""
@@ -120,13 +122,29 @@ class Checkpoints:
                 f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=."
             )
 
-    def _prune(self, rounds_done: int) -> None:
-        """Keep the newest saves up to ``rounds_done``; later folders are leftovers of a run that was set back."""
+    def _prune(self, rounds_done: int, private: Mapping[int, StateRef]) -> None:
+        """Keep the newest saves up to ``rounds_done``; later folders are leftovers of a run that was set back.
+
+        The first time everything that no save needs is removed; from then on, what this process saw replaced.
+        """
         saves = [folder for folder in self._folders() if folder.name <= f"round_{rounds_done:05d}"]
         kept = saves[: self._keep]
         for folder in set(self._folders()) - set(kept):
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+        if self._last is None:
+            self._sweep(kept)
+        else:
+            replaced = [ref.file for client, ref in self._last.items() if private.get(client) != ref]
+            self._superseded.append((rounds_done, replaced))
+        self._last = dict(private)
+        oldest = int(kept[-1].name.removeprefix("round_"))
+        for _, files in (found for found in self._superseded if found[0] <= oldest):
+            for file in files:
+                (self.clients / file).unlink(missing_ok=True)
+        self._superseded = [found for found in self._superseded if found[0] > oldest]
+
+    def _sweep(self, kept: Sequence[Path]) -> None:
         needed = {file for folder in kept for file in _private_files(folder)}
         for path in self.clients.glob("*/*.safetensors"):
             if needed and str(path.relative_to(self.clients)) not in needed:
