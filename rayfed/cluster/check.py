@@ -31,7 +31,7 @@ def check_file(path: Path, words: Sequence[str] = ()) -> list[Finding]:
     asked = asked_for(text, words)
     if not documents or not all(isinstance(d, dict) for d in documents):
         raise OptionError(f"{path} holds no cluster: it must be a file of `ray up` or Kubernetes manifests.")
-    if all("kind" in d and "apiVersion" in d for d in documents):
+    if all(isinstance(d.get("kind"), str) for d in documents):
         found = list(manifest_findings(documents, asked))
     elif len(documents) == 1:
         found = list(launcher_findings(documents[0], asked))

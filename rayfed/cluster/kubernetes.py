@@ -5,56 +5,66 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rayfed.cluster.findings import Document, Finding, warning
 from rayfed.cluster.placement import NodeType, placement_findings
 from rayfed.cluster.versions import image_findings, pinned
 
+KINDS = ("RayCluster", "RayJob", "PersistentVolumeClaim")
+"""What is checked; other manifests of a file are Kubernetes' business."""
 SCHEMA = Path(__file__).with_name("kuberay.schema.json")
 """RayCluster and RayJob of KubeRay 1.6 (ray.io/v1), their own fields whole, pod templates as far as they are read."""
 
 
 def manifest_findings(documents: Sequence[Document], words: Sequence[str]) -> Iterator[Finding]:
     """Everything wrong with the manifests of one file. Raises OptionError if the run options ``words`` are wrong."""
-    claims = {d.get("metadata", {}).get("name") for d in documents if d.get("kind") == "PersistentVolumeClaim"}
-    names = {d.get("metadata", {}).get("name") for d in documents if d.get("kind") == "RayCluster"}
+    sound: list[Document] = []
     for document in documents:
-        kind, name = document.get("kind"), document.get("metadata", {}).get("name", "?")
-        broken = list(_schema_findings(document, f"{kind}/{name}"))
+        broken = list(_schema_findings(document))
         yield from broken
-        if broken or kind not in {"RayCluster", "RayJob"}:
-            continue
-        where, cluster = f"{kind}/{name}.spec", document["spec"]
-        if kind == "RayJob":
-            yield from _job_findings(cluster, where, names)
-            where, cluster = f"{where}.rayClusterSpec", cluster.get("rayClusterSpec")
-        if cluster is not None:
-            yield from _cluster_findings(cluster, where, claims, words)
-    yield from _claim_findings(documents)
+        if not broken:
+            sound.append(document)
+    claims, clusters = _names(sound, "PersistentVolumeClaim"), _names(sound, "RayCluster")
+    for document in sound:
+        where = f"{document['kind']}/{document.get('metadata', {}).get('name')}.spec"
+        if document["kind"] == "RayJob":
+            yield from _job_findings(document["spec"], where, clusters)
+            if "rayClusterSpec" in document["spec"]:
+                yield from _cluster_findings(
+                    document["spec"]["rayClusterSpec"], f"{where}.rayClusterSpec", claims, words
+                )
+        elif document["kind"] == "RayCluster":
+            yield from _cluster_findings(document["spec"], where, claims, words)
+        elif document["kind"] == "PersistentVolumeClaim":
+            yield from _claim_findings(document["spec"], where)
 
 
-def _schema_findings(document: Document, where: str) -> Iterator[Finding]:
+def _names(documents: Sequence[Document], kind: str) -> set[str]:
+    return {d["metadata"]["name"] for d in documents if d["kind"] == kind}
+
+
+def _schema_findings(document: Document) -> Iterator[Finding]:
     import jsonschema
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    kind = document.get("kind")
-    if kind not in schema["definitions"]:
+    kind, metadata = document["kind"], document.get("metadata")
+    if kind not in KINDS:
         return
+    where = f"{kind}/{metadata.get('name') if isinstance(metadata, dict) else '?'}"
     validator = jsonschema.Draft7Validator({**schema, "$ref": f"#/definitions/{kind}"})
     for error in validator.iter_errors(document):
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
         yield Finding(where + path, f"is not what KubeRay takes: {error.message}.")
 
 
-def _job_findings(spec: Document, where: str, clusters: set[Any]) -> Iterator[Finding]:
+def _job_findings(spec: Document, where: str, clusters: set[str]) -> Iterator[Finding]:
     selected = spec.get("clusterSelector", {}).get("ray.io/cluster")
     if ("rayClusterSpec" in spec) == (selected is not None):
         yield Finding(where, "needs either rayClusterSpec or clusterSelector with ray.io/cluster: keep one.")
     elif selected is not None and clusters and selected not in clusters:
         yield Finding(
             f"{where}.clusterSelector",
-            f"names the cluster {selected}, but the file has {', '.join(map(str, clusters))}.",
+            f"names the cluster {selected}, but the file has {', '.join(sorted(clusters))}.",
         )
 
 
@@ -64,7 +74,7 @@ def _groups(spec: Document, where: str) -> Iterator[tuple[str, Document]]:
         yield f"{where}.workerGroupSpecs[{i}]", group
 
 
-def _cluster_findings(spec: Document, where: str, claims: set[Any], words: Sequence[str]) -> Iterator[Finding]:
+def _cluster_findings(spec: Document, where: str, claims: set[str], words: Sequence[str]) -> Iterator[Finding]:
     version = spec.get("rayVersion")
     if version != pinned()["ray"]:
         yield Finding(
@@ -106,7 +116,7 @@ def _replica_findings(spec: Document, where: str) -> Iterator[Finding]:
             yield Finding(f"{where}.enableInTreeAutoscaling", "is not true, so workers never grow from 0: set it.")
 
 
-def _storage_findings(pod: Document, where: str, claims: set[Any]) -> Iterator[Finding]:
+def _storage_findings(pod: Document, where: str, claims: set[str]) -> Iterator[Finding]:
     container = pod["containers"][0]
     home = next((e.get("value") for e in container.get("env", []) if e["name"] == "RAYFED_HOME"), None)
     mounts = {m["mountPath"]: m["name"] for m in container.get("volumeMounts", [])}
@@ -124,15 +134,14 @@ def _storage_findings(pod: Document, where: str, claims: set[Any]) -> Iterator[F
     if claim is None:
         yield warning(f"{where}.volumes", f"gives RAYFED_HOME={home} no persistentVolumeClaim: it goes with the pod.")
     elif claims and claim not in claims:
-        yield Finding(f"{where}.volumes", f"claims {claim}, but the file makes {', '.join(map(str, claims))}.")
+        yield Finding(f"{where}.volumes", f"claims {claim}, but the file makes {', '.join(sorted(claims))}.")
 
 
-def _claim_findings(documents: Sequence[Document]) -> Iterator[Finding]:
-    for document in documents:
-        modes = document.get("spec", {}).get("accessModes", [])
-        if document.get("kind") == "PersistentVolumeClaim" and "ReadWriteMany" not in modes:
-            field = f"PersistentVolumeClaim/{document.get('metadata', {}).get('name')}.spec.accessModes"
-            yield Finding(field, f"is {modes}: several pods write, so it must be [ReadWriteMany].")
+def _claim_findings(spec: Document, where: str) -> Iterator[Finding]:
+    if "ReadWriteMany" not in spec["accessModes"]:
+        yield Finding(
+            f"{where}.accessModes", f"is {spec['accessModes']}: several pods write, so it must be [ReadWriteMany]."
+        )
 
 
 def _access_findings(spec: Document, where: str) -> Iterator[Finding]:

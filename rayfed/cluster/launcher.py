@@ -94,8 +94,8 @@ def _maximum_findings(document: Document) -> Iterator[Finding]:
         field, most = f"available_node_types.{name}.max_workers", node.get("max_workers")
         if most is None:
             yield Finding(field, f"is missing: Ray would take the global max_workers={total}; say how many may start.")
-        elif isinstance(most, int) and most < node.get("min_workers", 0):
-            yield Finding(field, f"is {most}, below min_workers={node['min_workers']}: raise it.")
+        elif isinstance(most, int) and isinstance(least := node.get("min_workers", 0), int) and most < least:
+            yield Finding(field, f"is {most}, below min_workers={least}: raise it.")
     if _workers(document) and total is None:
         yield Finding("max_workers", "is missing: Ray would take 2; say how many workers of all types may run at once.")
 

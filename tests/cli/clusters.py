@@ -191,6 +191,8 @@ def sshd(folder: Path, home: Path, variables: dict[str, str]) -> Iterator[int]:
             children = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             process.wait(timeout=15)
+            for session in children:  # those that ssh keeps for a next command
+                session.terminate()
             psutil.wait_procs(children, timeout=15)
 
 

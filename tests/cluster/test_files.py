@@ -16,6 +16,7 @@ from packaging.version import Version
 from rayfed.cluster.__main__ import main
 from rayfed.cluster.check import check_file
 from rayfed.cluster.versions import pinned
+from rayfed.errors import OptionError
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "cluster"
@@ -292,3 +293,28 @@ def test_slurm_script_is_sound():
     compile(re.search(r"<<'PYTHON'\n(.*?)^PYTHON$", text, re.MULTILINE | re.DOTALL)[1], "slurm.sh", "exec")
     for need in ("RAY_AUTH_MODE=token", "trap stop_nodes EXIT", "--signal=B:TERM@"):
         assert need in text
+
+
+def places(value, path=()):
+    """Every place inside a document, as the keys that lead there."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield (*path, key)
+        yield from places(below, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["gpu.yaml", "local.yaml", "kuberay.yaml"])
+def test_whatever_is_missing_is_a_finding_not_a_crash(name, tmp_path):
+    documents = list(yaml.safe_load_all((FILES / name).read_text("utf-8")))
+    where = [(i, path) for i, document in enumerate(documents) for path in places(document)]
+    for number, (i, path) in enumerate(where[::4]):
+        changed = copy.deepcopy(documents)
+        parent = changed[i]
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = (None, "x", 5, [], {})[number % 5]
+        (tmp_path / name).write_text(yaml.safe_dump_all(changed))
+        try:
+            check_file(tmp_path / name)
+        except OptionError as error:
+            assert str(error).endswith("."), error
