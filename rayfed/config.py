@@ -43,7 +43,7 @@ def parse_options(words: Sequence[str]) -> RunOptions:
         OptionError: with one sentence per mistake: unknown names (with a suggestion), wrong types, values out of
             range, contradictions.
     """
-    typed = _split(words)
+    typed = split(words)
     saved = _read_file(typed.pop("config")) if "config" in typed else {}
     chosen = {**saved, **typed}
     schema = method_schema(str(chosen.get("method.name", "fedglad")))
@@ -122,7 +122,8 @@ def to_yaml(options: RunOptions) -> str:
     return text
 
 
-def _split(words: Sequence[str]) -> Values:
+def split(words: Sequence[str]) -> Values:
+    """Return ``{dotted name: text}`` of ``key=value`` words. Raises OptionError for other words and for doubles."""
     typed: Values = {}
     problems = []
     for word in words:
@@ -230,6 +231,16 @@ def _validate(schema: type[MethodOptions], merged: Values) -> RunOptions:
         raise OptionError("\n".join([*problems, *more]))
     assert isinstance(options, RunOptions)
     return options
+
+
+def parse_group(model: type[BaseModel], typed: Values, prefix: str) -> tuple[Any, list[str]]:
+    """Return the group ``model`` of the ``{field: text}`` in ``typed``, or None and one sentence per mistake."""
+    known = [f"{prefix}{name}" for name in model.model_fields]
+    wrong = [unknown("option", prefix + name, known) for name in typed if name not in model.model_fields]
+    given = {n: v for n, v in typed.items() if n in model.model_fields}
+    plain = {name: _from_text(value, model.model_fields[name].annotation) for name, value in given.items()}
+    group, problems = _construct(model, plain, prefix)
+    return (None if wrong else group), [*wrong, *problems]
 
 
 def _construct(model: type[BaseModel], values: Values, prefix: str) -> tuple[Any, list[str]]:

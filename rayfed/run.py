@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -10,16 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayfed import config
 from rayfed.conf.options import RunOptions
 from rayfed.errors import OptionError, RayfedError
-
-if TYPE_CHECKING:
-    from rayfed.data.task import Task
-    from rayfed.engine.pool import Pool
-    from rayfed.engine.run import Federation
 
 log = logging.getLogger("rayfed")
 USAGE = """\
@@ -154,13 +150,33 @@ def execute(options: RunOptions, out: Path) -> int:
 
             connected = connect(options)
         signal.signal(signal.SIGTERM, _terminate)  # after connecting: Ray installs a handler of its own
-        return _Run(options, out, started).play()
+        return _play(options, out, started)
     finally:
         if connected:
             import ray
 
             ray.shutdown()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _play(options: RunOptions, out: Path, started: float) -> int:
+    """Play the experiment in the joined cluster, or in this process."""
+    from rayfed.data import build_task_from_options
+    from rayfed.engine.resources import plan_here
+
+    plan = plan_here(options)
+    if plan.note:
+        print(f"note: {plan.note}")
+    from rayfed.experiment import Experiment
+    from rayfed.tracking.console import Console
+
+    task = build_task_from_options(options)
+    out = reserve(out, named=options.out is not None)
+    with Console(options.rounds) as console:
+        experiment = Experiment(options, out, task, console, functools.partial(plan_here, options), started=started)
+        experiment.play()
+    experiment.observers.print_result()
+    return 0
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
@@ -172,103 +188,6 @@ def _replace_what_cannot_be_printed() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
-
-
-class _Run:
-    """The steps of one run, in order; observers are told, and told last how it ended."""
-
-    def __init__(self, options: RunOptions, out: Path, started: float) -> None:
-        self.options, self.out, self.started = options, out, started
-        self.num_actors = 1
-        self._check_resources()
-
-    def _check_resources(self) -> None:
-        if self.options.engine.pool == "local":
-            return
-        from rayfed.engine.resources import plan_here
-
-        plan = plan_here(self.options)
-        self.num_actors = plan.num_actors
-        if plan.note:
-            print(f"note: {plan.note}")
-
-    def play(self) -> int:
-        """Build the task, train, evaluate, write; return 0."""
-        from rayfed.data import build_task_from_options
-        from rayfed.tracking.console import Console
-        from rayfed.tracking.observers import Observers
-
-        task = build_task_from_options(self.options)
-        self.out = reserve(self.out, named=self.options.out is not None)
-        with Console(self.options.rounds) as console:
-            self._announce(console, task)
-            observers = Observers(self.options, self.out, task, console)
-            observers.start()
-            status = "KILLED"
-            try:
-                self._train(task, observers)
-                status = "FINISHED"
-            except Exception:
-                status = "FAILED"
-                raise
-            finally:
-                observers.close(status)
-        observers.print_result()
-        return 0
-
-    def _announce(self, console: Any, task: Task) -> None:
-        sizes = [len(client.train) for client in task.clients]
-        where = f"{self.num_actors} client actors" if self.options.engine.pool == "ray" else "in this process"
-        console.say(
-            f"{self.options.method.name} on {self.options.data.name}: {len(task.classes)} classes, {len(sizes)} "
-            f"clients with {min(sizes)} to {max(sizes)} training images, {len(task.test.labels)} test images; "
-            f"{self.options.rounds} rounds, {where}"
-        )
-        for note in task.notes:
-            console.say(f"note: {note}")
-        console.say(f"results: {self.out}")
-
-    def _train(self, task: Task, observers: Any) -> None:
-        pool = self._pool(task)
-        try:
-            federation = self._federation(task, pool, observers)
-            observers.ready(federation, time.perf_counter() - self.started)
-            federation.play()
-            observers.write_results(federation, pool.export(), time.perf_counter() - self.started)
-        finally:
-            pool.close()
-
-    def _pool(self, task: Task) -> Pool:
-        from rayfed.engine.run import state_folder
-
-        if self.options.engine.pool == "local":
-            from rayfed.engine.pool import LocalPool
-
-            return LocalPool(self.options, task, state_folder(self.out))
-        from rayfed.engine.ray_pool import RayPool
-
-        return RayPool(self.options, task, state_folder(self.out), self.num_actors)
-
-    def _federation(self, task: Task, pool: Pool, observers: Any) -> Federation:
-        from rayfed.backbones import names
-        from rayfed.engine.checkpoint import Checkpoints, identity
-        from rayfed.engine.run import Federation
-        from rayfed.methods import make_method
-
-        flat = config.flatten(self.options)
-        checkpoints = Checkpoints(self.out, keep=self.options.checkpoint.keep, options=identity(flat))
-        federation = Federation(
-            self.options,
-            task,
-            make_method(self.options.method),
-            pool,
-            checkpoints,
-            observers,
-            has_zero_shot=names.kind(self.options.backbone.name) != "vit",
-        )
-        if self.options.resume == "auto":
-            print(federation.resume() or f"nothing saved in {checkpoints.root} yet: starting from the first round")
-        return federation
 
 
 def command() -> int:

@@ -292,3 +292,34 @@ class RunOptions(Frozen):
 
 GROUPS = ("method", "data", "partition", "backbone")
 """Option groups that have a ``name``, chosen by the bare key."""
+
+RESUMABLE = frozenset(
+    {
+        "out",
+        "resume",
+        "rounds",
+        "profile",
+        "engine.pool",
+        "engine.address",
+        "engine.device",
+        "engine.retries",
+        "clients.actors",
+        "clients.cpu",
+        "clients.gpu",
+        "clients.min_updates",
+        "clients.deadline_s",
+        "server.cpu",
+        "server.gpu",
+        "eval.every",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "tracking.enabled",
+        "tracking.uri",
+        "tracking.experiment",
+        "tracking.run_name",
+    }
+)
+"""Options a resumed run may change: none of them changes a bit of what is computed, except ``rounds``.
+
+(``deadline_s`` decides who answers in time, which no two runs share anyway.)
+"""
