@@ -344,6 +344,11 @@ def _client_problems(options: RunOptions) -> list[str]:
             found.append(
                 f"{name}={share} is refused by Ray: above 1 it must be whole; use {int(share)} or {int(share) + 1}."
             )
+    if options.tracking.register_as is not None and options.tracking.model == "none":
+        found.append(
+            f"tracking.register_as={options.tracking.register_as} but tracking.model=none logs no model: "
+            "set tracking.model=global."
+        )
     if options.tracking.uri is not None and (problem := tracking_uri_problem(options.tracking.uri)):
         found.append(problem)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfed import config
 from rayfed.conf.options import RunOptions
@@ -45,6 +45,7 @@ class Experiment:
     ) -> None:
         self.options, self.out, self.task, self.console = options, out, task, console
         self.observers = Observers(options, out, task, console)
+        self.history: list[dict[str, Any]] = []
         self._plan, self._started, self._on_round, self._may_change = plan, started, on_round, may_change
 
     def play(self) -> bool:
@@ -93,6 +94,7 @@ class Experiment:
         try:
             federation = self._federation(pool)
             self.observers.ready(federation, time.perf_counter() - self._started)
+            self.history = federation.history
             federation.play()
             self.observers.write_results(federation, pool.export(), time.perf_counter() - self._started)
         finally:

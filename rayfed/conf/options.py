@@ -256,6 +256,10 @@ class TrackingOptions(Frozen):
     """Experiment name."""
     run_name: str | None = None
     """Run name; none: method, data and seed."""
+    model: Literal["none", "global", "personal"] = "none"
+    """Log the adapted model as an MLflow pyfunc: shared adapters, or all clients' private ones too (which leave `out`)."""
+    register_as: str | None = None
+    """Name under which the logged model is registered."""
 
 
 class RunOptions(Frozen):
@@ -317,6 +321,8 @@ RESUMABLE = frozenset(
         "tracking.uri",
         "tracking.experiment",
         "tracking.run_name",
+        "tracking.model",
+        "tracking.register_as",
     }
 )
 """Options a resumed run may change: none of them changes a bit of what is computed, except ``rounds``.

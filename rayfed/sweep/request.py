@@ -42,12 +42,25 @@ class Request:
         return self.tune.searcher == "grid" or (self.tune.searcher == "auto" and self.space.is_grid)
 
     def baseline(self) -> Point | None:
-        """The point tried first: what the space names, else what a run without a sweep would have."""
+        """The point tried first: what the space names, else what a run without a sweep would have.
+
+        A value that cannot be drawn is moved to the nearest that can; ``notes`` tells of it.
+        """
         if self.space.baseline is None:
             return None
-        fixed = self.fixed
-        drawn = {p.name: self.space.baseline.get(p.name, fixed[p.name]) for p in self.space.parameters}
-        return self.space.active(drawn, fixed)
+        drawn = {p.name: p.nearest(self._default(p.name)) for p in self.space.parameters}
+        return self.space.active(drawn, self.fixed)
+
+    def notes(self) -> list[str]:
+        """What a person should know before the sweep starts."""
+        return [
+            f"the baseline's {p.name}={as_text(default)} cannot be drawn: tried at {as_text(p.nearest(default))}"
+            for p in self.space.parameters
+            if p.name in (self.baseline() or {}) and as_text(p.nearest(default := self._default(p.name))) != as_text(default)
+        ]
+
+    def _default(self, name: str) -> Any:
+        return (self.space.baseline or {}).get(name, self.fixed[name])
 
     def samples(self) -> int:
         """How many trials there are, at most."""

@@ -73,6 +73,22 @@ class Parameter:
         """The values whose range is worth checking: the ends, or all."""
         return self.values if self.kind in LISTS else self.values[:2]
 
+    def value_of(self, value: Any) -> Value:
+        """The listed value that reads as ``value`` does, or ``value`` itself."""
+        listed = self.values if self.kind in LISTS else ()
+        return next((v for v in listed if as_text(v) == as_text(value)), value)  # type: ignore[no-any-return]
+
+    def nearest(self, value: Any) -> Value:
+        """The value nearest to ``value`` that can be drawn; of listed ones that value itself, else the first."""
+        if self.kind in LISTS:
+            found = self.value_of(value)
+            return found if found in self.values else self.values[0]
+        low, high, *step = (float(v) for v in self.values)  # type: ignore[arg-type]
+        inside = min(max(low if value is None else float(value), low), high)
+        if step:
+            inside = low + step[0] * round((inside - low) / step[0])
+        return round(inside) if self.kind == "randint" else inside
+
     def draw(self, generator: np.random.Generator) -> Value:
         """Draw a value."""
         if self.kind in LISTS:
