@@ -234,13 +234,13 @@ def _validate(schema: type[MethodOptions], merged: Values) -> RunOptions:
 
 
 def parse_group(model: type[BaseModel], typed: Values, prefix: str) -> tuple[Any, list[str]]:
-    """Return the group ``model`` of the ``{field: text}`` in ``typed``, or None and one sentence per mistake."""
+    """Return the group ``model`` of the ``{field: text}`` in ``typed`` (None if it cannot be), and its mistakes."""
     known = [f"{prefix}{name}" for name in model.model_fields]
     wrong = [unknown("option", prefix + name, known) for name in typed if name not in model.model_fields]
     given = {n: v for n, v in typed.items() if n in model.model_fields}
     plain = {name: _from_text(value, model.model_fields[name].annotation) for name, value in given.items()}
     group, problems = _construct(model, plain, prefix)
-    return (None if wrong else group), [*wrong, *problems]
+    return group, [*wrong, *problems]
 
 
 def _construct(model: type[BaseModel], values: Values, prefix: str) -> tuple[Any, list[str]]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,18 +28,28 @@ usage: python -m rayfed.run [name=value ...] [config=FILE] [--help | --list | --
   --list     methods, data sets and backbones
   --dry-run  the resolved options, what would run, and the bytes per round
 """
+FLAGS = {"--help", "-h", "--list", "--dry-run"}
+RUN_MARKS = ("checkpoints", "summary.json", "sweep.json")
+"""What a results folder holds once something was run in it."""
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets it in a submitted job, whose working directory is a copy that is removed later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status (0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated)."""
+    return told(argv, _command)
+
+
+def told(argv: Sequence[str] | None, command: Callable[[set[str], Sequence[str]], int]) -> int:
+    """Run ``command`` on the flags and the other words of ``argv``; tell errors in sentences, as the exit status too."""
     words = list(sys.argv[1:] if argv is None else argv)
     flags = {word for word in words if word.startswith("-")}
     words = [word for word in words if word not in flags]
     _replace_what_cannot_be_printed()
     try:
-        return _command(flags, words)
+        if spare := flags - FLAGS:
+            raise OptionError(f"{sorted(spare)[0]} is not a flag: use --help, --list, --dry-run, or name=value.")
+        return command(flags, words)
     except RayfedError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return error.exit_code
@@ -49,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(flags: set[str], words: Sequence[str]) -> int:
-    if spare := flags - {"--help", "-h", "--list", "--dry-run"}:
-        raise OptionError(f"{sorted(spare)[0]} is not a flag: use --help, --list, --dry-run, or name=value.")
     if flags & {"--help", "-h"}:
         from rayfed import describe
 
@@ -98,7 +106,7 @@ def absolute_paths(options: RunOptions) -> RunOptions:
     return options.model_copy(update=changes)
 
 
-def output_folder(options: RunOptions) -> Path:
+def output_folder(options: RunOptions, *, prefix: str = "") -> Path:
     """Return the absolute results folder; inside a submitted job it is never in the job's temporary copy.
 
     Raises:
@@ -109,12 +117,12 @@ def output_folder(options: RunOptions) -> Path:
     base = _base()
     name = (
         options.out
-        or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        or f"outputs/{prefix}{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     out = (base / Path(name).expanduser()).resolve()
     if out.exists() and not out.is_dir():
         raise OptionError(f"out={out} is a file: name a folder.")
-    used = [n for n in ("checkpoints", "summary.json") if (out / n).exists()]
+    used = [n for n in RUN_MARKS if (out / n).exists()]
     if used and options.resume == "never":
         raise OptionError(f"out={out} already holds a run: add resume=auto to go on with it, or choose another folder.")
     nearest = next(p for p in (out, *out.parents) if p.exists())
@@ -141,16 +149,21 @@ def reserve(out: Path, *, named: bool) -> Path:
 
 def execute(options: RunOptions, out: Path) -> int:
     """Run the experiment that ``options`` describe; results go to ``out``."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     started = time.perf_counter()
+    return in_cluster(options, lambda: _play(options, out, started), needed=options.engine.pool == "ray")
+
+
+def in_cluster(options: RunOptions, play: Callable[[], int], *, needed: bool) -> int:
+    """Call ``play`` with Ray joined where it is ``needed``, and with SIGTERM as an orderly end."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     previous, connected = signal.getsignal(signal.SIGTERM), False
     try:
-        if options.engine.pool == "ray":
+        if needed:
             from rayfed.engine.resources import connect
 
             connected = connect(options)
         signal.signal(signal.SIGTERM, _terminate)  # after connecting: Ray installs a handler of its own
-        return _play(options, out, started)
+        return play()
     finally:
         if connected:
             import ray
@@ -191,14 +204,19 @@ def _replace_what_cannot_be_printed() -> None:
 
 
 def command() -> int:
-    """Entry point of the process: as ``main``, in Python's UTF-8 mode whatever the locale.
+    """Entry point of the process: as ``main``, in Python's UTF-8 mode whatever the locale."""
+    in_utf8("rayfed.run")
+    return main()
+
+
+def in_utf8(module: str) -> None:
+    """Start ``python -m module`` again in UTF-8 mode, unless that is the mode.
 
     Under a locale such as C, file names with other letters would otherwise be neither readable nor writable as text.
     """
     if sys.getfilesystemencoding().lower() not in {"utf-8", "utf8"}:
         os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "rayfed.run", *sys.argv[1:]])
-    return main()
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rayfed import config
@@ -15,6 +16,8 @@ from rayfed.sweep.space import Parameter, Point, Space, as_text, read_inline, re
 NOT_SEARCHED = RESUMABLE - {"clients.min_updates", "clients.deadline_s"}
 """Options of how a run is carried out: a trial's result must not depend on them, so nothing can be found by them."""
 DEFAULT_SAMPLES = 16
+PATHS = ("data.root", "partition.file")
+"""Options that name files relative to where the command was typed, besides those the run command makes absolute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,21 @@ class Request:
     def options(self, point: Mapping[str, Any]) -> RunOptions:
         """The options of a trial at ``point``. Raises OptionError as ``config.parse_options`` does."""
         return config.parse_options(_words({**self.words, **{n: as_text(v) for n, v in point.items()}}))
+
+    def anchored(self, base: RunOptions) -> Request:
+        """The same sweep with every option of ``base`` spelled out: trials do not depend on where they are parsed."""
+        flat = config.flatten(base)
+        for name in PATHS:
+            flat[name] = flat[name] and str(Path(flat[name]).expanduser().resolve())
+        words = {name: as_text(value) for name, value in flat.items() if name not in {"out", "resume"}}
+        return replace(self, words=words, base=base)
+
+    def definition(self) -> dict[str, Any]:
+        """What makes it this sweep: a resumed one must agree in it."""
+        tune = self.tune.model_dump(mode="json", exclude={"samples", "concurrent", "fail"})
+        run = {n: v for n, v in config.flatten(self.base).items() if n not in RESUMABLE or n == "rounds"}
+        searched = [[p.name, p.kind, list(p.values), p.mutate, {n: list(v) for n, v in p.when.items()}] for p in self.space.parameters]
+        return {"tune": tune, "options": run, "parameters": searched, "baseline": self.baseline()}
 
     @property
     def fixed(self) -> dict[str, Any]:

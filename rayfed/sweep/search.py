@@ -75,7 +75,8 @@ class Mutation:
         generator = rng.numpy_generator(self._seed, "mutation", self._count)
         changed = copy.deepcopy(config)
         for parameter in self._parameters:
-            changed["point"][parameter.name] = parameter.mutated(changed["point"][parameter.name], generator)
+            point = changed["trial"]["point"]
+            point[parameter.name] = parameter.mutated(point[parameter.name], generator)
         return changed
 
 

@@ -1,0 +1,60 @@
+"""The driver's eyes: Ray Tune tells of every report and every end, the ledger writes it down, a line is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ray import tune
+
+from rayfed.sweep.ledger import Ledger, Trial, ranked
+from rayfed.sweep.request import Request
+from rayfed.sweep.search import ROUND, SCORE
+from rayfed.sweep.space import as_text
+
+
+class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
+    """Keeps the ledger; ``trials`` are those that were begun, by name."""
+
+    def __init__(self, request: Request, ledger: Ledger, total: int, say: Callable[[str], None]) -> None:
+        self.trials: dict[str, Trial] = {}
+        self._request, self._ledger, self._total, self._say = request, ledger, total, say
+
+    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
+        """A round was evaluated."""
+        held = self.trials[str(trial)]
+        self._take_point(held, trial.config["trial"]["point"])
+        if SCORE in result:
+            held.add(result[ROUND], result[SCORE])
+        self._ledger.save(held)
+        if result.get("state") == "running":
+            done, rounds = result[ROUND], self._request.base.rounds
+            self._say(f"trial {held.index} | round {done}/{rounds} | {self._request.tune.metric} {result[SCORE]:.1%}")
+
+    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        """A trial has ended by itself, or was stopped."""
+        last = trial.last_result or {}
+        state = last.get("state", "failed")
+        self._end(str(trial), "stopped" if state == "running" else state, last.get("error", ""))
+
+    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        """A trial's process died, again and again."""
+        lines = [line for line in str(trial.get_error() or "the process died").splitlines() if line.strip()]
+        self._end(str(trial), "failed", lines[-1].strip()[:500])
+
+    def _take_point(self, held: Trial, point: dict[str, Any]) -> None:
+        if point != held.point:
+            held.changes.append([held.rounds, dict(point)])
+            held.point = dict(point)
+
+    def _end(self, name: str, state: Any, error: str) -> None:
+        held = self.trials[name]
+        held.state, held.error = state, error
+        self._ledger.save(held)
+        score = "" if held.score is None else f" {self._request.tune.metric} {held.score:.1%}"
+        point = " ".join(f"{n}={as_text(v)}" for n, v in held.point.items())
+        ended = [trial for trial in self.trials.values() if trial.state != "running"]
+        best = ranked(ended, self._request.tune.mode)[0]
+        so_far = "" if best.score is None else f", best {best.score:.1%} (trial {best.index})"
+        self._say(f"trial {held.index} {state} after {held.rounds} rounds{score} | {point}{f' | {error}' * bool(error)}")
+        self._say(f"{len(ended)} of {self._total} trials have ended{so_far}")
