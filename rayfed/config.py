@@ -254,7 +254,8 @@ def _from_text(value: Any, annotation: Any) -> Any:
     """Read a word of the command line by the field's type: only lists are split, only optional fields know none."""
     if not isinstance(value, str):
         return value
-    choices = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    union = typing.get_origin(annotation) in {types.UnionType, typing.Union}
+    choices = typing.get_args(annotation) if union else (annotation,)
     if type(None) in choices and value.lower() in {"none", "null", ""}:
         return None
     if any(typing.get_origin(choice) is tuple for choice in choices):

@@ -23,6 +23,7 @@ from rayfed.tracking.mlflow import default_uri, saved_uri, view_command
 from rayfed.tracking.observers import provenance
 
 SETTINGS = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # with verbose=0 the silent one
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a sweep as it ends a run
@@ -148,6 +149,11 @@ class Sweep:
             return {"index": trial.index, "point": trial.point, "actors": actors}
 
         modelled = request.tune.searcher == "optuna"
+        searcher = None
+        if modelled:
+            from rayfed.sweep.tpe import Proposals
+
+            searcher = Proposals(request, ended, first, begin)
         setup = Setup(request, self.out, task, self._store and self._store.uri, request.tune.scheduler == "pbt")
         trainable = tune.with_resources(
             tune.with_parameters(run_trial, setup=setup),
@@ -157,7 +163,7 @@ class Sweep:
             trainable,
             param_space=None if modelled else search.planned(first, begin),
             tune_config=tune.TuneConfig(
-                search_alg=search.optuna(request, ended, first, begin) if modelled else None,
+                search_alg=searcher,
                 scheduler=search.scheduler(request.tune, request.space, request.base.rounds, ended.values()),
                 num_samples=remaining if modelled else 1,
                 max_concurrent_trials=self._side_by_side(remaining),

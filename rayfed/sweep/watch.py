@@ -20,6 +20,10 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         self.trials: dict[str, Trial] = {}
         self._request, self._ledger, self._total, self._say = request, ledger, total, say
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune saves its callbacks; the ledger is the memory of a sweep."""
+        return {}
+
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
         """A round was evaluated."""
         held = self.trials[str(trial)]
@@ -56,5 +60,5 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         ended = [trial for trial in self.trials.values() if trial.state != "running"]
         best = ranked(ended, self._request.tune.mode)[0]
         so_far = "" if best.score is None else f", best {best.score:.1%} (trial {best.index})"
-        self._say(f"trial {held.index} {state} after {held.rounds} rounds{score} | {point}{f' | {error}' * bool(error)}")
+        self._say(f"trial {held.index} {state} after {held.rounds} rounds{score} | {point}")
         self._say(f"{len(ended)} of {self._total} trials have ended{so_far}")
