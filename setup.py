@@ -1,4 +1,4 @@
-"""The search spaces lie beside the package in a checkout and inside it where it is installed; the rest is pyproject's."""
+"""The search spaces lie beside the package in a checkout and inside it where installed; the rest is in pyproject."""
 
 from setuptools import find_packages, setup
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def told(argv: Sequence[str] | None, command: Callable[[set[str], Sequence[str]], int]) -> int:
-    """Run ``command`` on the flags and the other words of ``argv``; tell errors in sentences, as the exit status too."""
+    """Run ``command`` on the flags and the other words of ``argv``; tell errors in sentences and by the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     flags = {word for word in words if word.startswith("-")}
     words = [word for word in words if word not in flags]

@@ -1,4 +1,4 @@
-"""The command ``python -m rayfed.tune space=fedsdg ...``: a search over hyper-parameters, each trial a federated run."""
+"""The command ``python -m rayfed.tune space=fedsdg ...``: search hyper-parameters, each trial a federated run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ option out of the space.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status is 0 with a valid trial, 1 without, 2 refused, 130 interrupted, 143 terminated."""
+    """Run the command; return its exit status (0 a valid trial, 1 none, 2 refused, 130 interrupted, 143 terminated)."""
     return told(argv, _command)
 
 

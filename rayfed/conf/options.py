@@ -257,7 +257,7 @@ class TrackingOptions(Frozen):
     run_name: str | None = None
     """Run name; none: method, data and seed."""
     model: Literal["none", "global", "personal"] = "none"
-    """Log the adapted model as an MLflow pyfunc: shared adapters, or all clients' private ones too (which leave `out`)."""
+    """Log the adapted model as an MLflow pyfunc; personal: with clients' private adapters, which then leave `out`."""
     register_as: str | None = None
     """Name under which the logged model is registered."""
 

@@ -47,7 +47,7 @@ class TuneOptions(Frozen):
             )
         if self.searcher == "grid" and self.samples != "auto":
             found.append(
-                f"tune.samples={self.samples} with tune.searcher=grid: a grid has as many trials as points; leave one out."
+                f"tune.samples={self.samples} with tune.searcher=grid: a grid has a trial per point; leave one out."
             )
         if self.scheduler == "pbt" and self.searcher == "optuna":
             found.append(

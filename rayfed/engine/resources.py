@@ -136,8 +136,7 @@ def _refuse_impossible(who: str, cpu: float, gpu: float, nodes: Sequence[Mapping
             else f"use {who}.gpu=0, or join a cluster with GPUs (engine.address)"
         )
         raise ResourceError(
-            f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs "
-            f"({describe(nodes)}); {remedy}."
+            f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs ({describe(nodes)}); {remedy}."
         )
     if cpu > most_cpu:
         raise ResourceError(
@@ -202,7 +201,7 @@ MANY = 256
 
 
 def plan_here(options: RunOptions) -> Plan:
-    """The plan for the joined cluster as it is now, or for this process. Raises ResourceError as ``plan_actors`` does."""
+    """The plan for the joined cluster as it is now, or for this process; raises as ``plan_actors`` does."""
     if options.engine.pool == "local":
         return Plan(1)
     living = cluster_nodes()

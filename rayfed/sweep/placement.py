@@ -26,8 +26,8 @@ def plan_trial(options: RunOptions, nodes: Sequence[Mapping[str, float]]) -> Pla
         least = bundles(options, 1)
         cpu, gpu = (sum(bundle.get(kind, 0.0) for bundle in least) for kind in ("CPU", "GPU"))
         raise ResourceError(
-            f"no trial can ever start: server and one client actor need {cpu:g} CPUs and {gpu:g} GPUs in all, and there "
-            f"is {describe(nodes)}; {error}"
+            f"no trial can ever start: server and one client actor need {cpu:g} CPUs and {gpu:g} GPUs in all, and "
+            f"there is {describe(nodes)}; {error}"
         ) from error
     return Plan(1) if options.engine.pool == "local" else plan
 

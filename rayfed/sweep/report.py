@@ -43,7 +43,8 @@ def write_trials(out: Path, request: Request, order: Sequence[Trial]) -> None:
 def write_best(out: Path, request: Request, best: Trial) -> Path:
     """Write ``best.yaml``, which ``python -m rayfed.run config=`` takes; return its path."""
     options = request.options(best.point).model_copy(update={"out": None, "resume": "never"})
-    lines = [f"# Trial {best.index} of the sweep in {out}: {request.tune.metric} {best.score:.4f} after {best.rounds} rounds."]
+    found = f"{request.tune.metric} {best.score:.4f} after {best.rounds} rounds"
+    lines = [f"# Trial {best.index} of the sweep in {out}: {found}."]
     if best.changes:
         lines.append(f"# Its values changed while it trained ({best.name}/trial.json); these are the last ones.")
     path = out / "best.yaml"
@@ -123,9 +124,7 @@ def draw_parameters(out: Path, request: Request, trials: Sequence[Trial], best: 
     save(out, "parameters.png", lambda: _panels(request, trials, best, importances(request, trials)))
 
 
-def _panels(
-    request: Request, trials: Sequence[Trial], best: Trial | None, weights: Mapping[str, float | None]
-) -> Any:
+def _panels(request: Request, trials: Sequence[Trial], best: Trial | None, weights: Mapping[str, float | None]) -> Any:
     from matplotlib.figure import Figure
 
     names = [p.name for p in request.space.parameters]

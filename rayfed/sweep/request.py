@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Request:
         """What makes it this sweep: a resumed one must agree in it."""
         tune = self.tune.model_dump(mode="json", exclude={"samples", "concurrent", "fail"})
         run = {n: v for n, v in config.flatten(self.base).items() if n not in RESUMABLE or n == "rounds"}
-        searched = [[p.name, p.kind, list(p.values), p.mutate, {n: list(v) for n, v in p.when.items()}] for p in self.space.parameters]
+        searched = [asdict(p) for p in self.space.parameters]
         return {"tune": tune, "options": run, "parameters": searched, "baseline": self.baseline()}
 
     @property
@@ -71,11 +71,14 @@ class Request:
 
     def notes(self) -> list[str]:
         """What a person should know before the sweep starts."""
-        return [
-            f"the baseline's {p.name}={as_text(default)} cannot be drawn: tried at {as_text(p.nearest(default))}"
-            for p in self.space.parameters
-            if p.name in (self.baseline() or {}) and as_text(p.nearest(default := self._default(p.name))) != as_text(default)
-        ]
+        moved = [p for p in self.space.parameters if p.name in (self.baseline() or {})]
+        found = []
+        for parameter in moved:
+            default = self._default(parameter.name)
+            if as_text(nearest := parameter.nearest(default)) != as_text(default):
+                name, asked = parameter.name, as_text(default)
+                found.append(f"the baseline's {name}={asked} cannot be drawn: tried at {as_text(nearest)}")
+        return found
 
     def _default(self, name: str) -> Any:
         return (self.space.baseline or {}).get(name, self.fixed[name])
@@ -111,7 +114,7 @@ class Request:
 
 
 def parse_request(words: Sequence[str]) -> Request:
-    """Return the sweep that ``words`` ask for: ``space=``, ``tune.*``, any run option, and distributions in their place.
+    """Return the sweep that ``words`` ask for: ``space=``, ``tune.*``, run options, and distributions in their place.
 
     Raises:
         OptionError: every mistake at once, one sentence each.

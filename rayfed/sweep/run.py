@@ -1,6 +1,6 @@
 """A sweep from request to report: Ray Tune plays the trials, the ledger remembers them, nothing is chosen on test data.
 
-    request -> points -> Tune (searcher, scheduler) -> trials in placement groups of their own -> ledger -> best.yaml
+request -> points -> Tune (searcher, scheduler) -> trials in placement groups of their own -> ledger -> best.yaml
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a sweep as it ends a run
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a failed trial has no figure
-    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "90",  # a stopped trial closes its actors and its MLflow run before its process goes on
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "90",  # a stopped trial closes its actors and its MLflow run first
     "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # Tune's own state is not what a sweep is resumed from
 }
 DEATHS = 2
@@ -116,10 +116,11 @@ class Sweep:
             self._tune(task, ended, first, remaining)
 
     def _announce(self, remaining: int, ended: int, left: int) -> None:
-        side = self._side_by_side(remaining)
-        where = "in one process each" if self.request.base.engine.pool == "local" else f"{self.plan.num_actors} client actors each"
+        base = self.request.base
+        actors = "in one process each" if base.engine.pool == "local" else f"{self.plan.num_actors} client actors each"
         names = ", ".join(p.name for p in self.request.space.parameters)
-        self.console.say(f"sweep of {self.request.base.method.name} over {names}: {remaining} trials, {side} at a time, {where}")
+        side = self._side_by_side(remaining)
+        self.console.say(f"sweep of {base.method.name} over {names}: {remaining} trials, {side} at a time, {actors}")
         if ended or left:
             self.console.say(f"resumed: {ended} trials have ended before, {left} go on from their checkpoints")
         self.console.say(f"results: {self.out}")
@@ -154,7 +155,8 @@ class Sweep:
             from rayfed.sweep.tpe import Proposals
 
             searcher = Proposals(request, ended, first, begin)
-        setup = Setup(request, self.out, task, self._store and self._store.uri, request.tune.scheduler == "pbt")
+        uri = None if self._store is None else self._store.uri
+        setup = Setup(request, self.out, task, uri, request.tune.scheduler == "pbt")
         trainable = tune.with_resources(
             tune.with_parameters(run_trial, setup=setup),
             resources=lambda config: placement.factory(request.base, config["trial"]["actors"]),

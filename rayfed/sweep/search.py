@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROUND, SCORE = "round", "score"
 """Names under which trials report to Tune."""
 WORST = {"max": 0.0, "min": 1.0}
-"""The figure a diverged trial counts with in searchers and schedulers: an accuracy has no worse one, and it is finite."""
+"""What a diverged trial counts with in searchers and schedulers: finite, and no accuracy is worse."""
 Begin = Callable[[Trial], dict[str, Any]]
 """Told of a trial that is about to start; returns the configuration it gets."""
 

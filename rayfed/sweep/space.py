@@ -9,7 +9,7 @@
     baseline: {}          # tried first; what it does not name has the value a run without a sweep would have
 
 ``uniform``, ``loguniform`` [low, high]; ``quniform`` [low, high, step]; ``randint`` [low, high], both ends included;
-``choice`` and ``grid`` list values (a grid's are all tried). ``mutate``: may change while training (tune.scheduler=pbt).
+``choice`` and ``grid`` list values (a grid's are all tried). ``mutate``: may change in training (tune.scheduler=pbt).
 ``when``: the parameter counts only if another one, listed before it or fixed, has (one of) the value(s).
 """
 
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import yaml
 
@@ -55,12 +55,14 @@ class Parameter:
         """What is wrong with the distribution, one sentence each."""
         if self.kind in LISTS:
             return [] if self.values else [f"{self.name}: {self.kind} has no values: list at least one."]
-        numbers = [v for v in self.values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
+        numbers = [v for v in self.values if is_number(v)]
         if len(numbers) != SIZES[self.kind] or len(self.values) != len(numbers):
             wanted = "[low, high, step]" if self.kind == "quniform" else "[low, high]"
             return [f"{self.name}: {self.kind} needs {wanted} as numbers, not {list(self.values)}."]
         low, high, *step = numbers
-        found = [] if low < high else [f"{self.name}: {self.kind} from {low:g} to {high:g} is empty: put the lower first."]
+        found = []
+        if low >= high:
+            found.append(f"{self.name}: {self.kind} from {low:g} to {high:g} is empty: put the lower first.")
         if self.kind == "loguniform" and low <= 0:
             found.append(f"{self.name}: loguniform from {low:g} has no logarithm: start above 0, or use uniform.")
         if step and not 0 < step[0] <= high - low:
@@ -76,7 +78,7 @@ class Parameter:
     def value_of(self, value: Any) -> Value:
         """The listed value that reads as ``value`` does, or ``value`` itself."""
         listed = self.values if self.kind in LISTS else ()
-        return next((v for v in listed if as_text(v) == as_text(value)), value)  # type: ignore[no-any-return]
+        return next((v for v in listed if as_text(v) == as_text(value)), value)
 
     def nearest(self, value: Any) -> Value:
         """The value nearest to ``value`` that can be drawn; of listed ones that value itself, else the first."""
@@ -267,6 +269,11 @@ def plain(value: Any) -> Value:
         except ValueError:
             continue
     return value
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether ``value`` is a finite number (a switch is none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_text(value: Any) -> str:

@@ -13,7 +13,8 @@ from rayfed.tracking.mlflow import connect, log_params, note_run, saved_run
 
 log = logging.getLogger("rayfed")
 PARENT = "mlflow.parentRunId"
-STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "diverged": "FINISHED", "failed": "FAILED", "running": "KILLED"}
+STATUS = {"failed": "FAILED", "running": "KILLED"}
+"""MLflow's status of a trial that did not end as it should; the others are FINISHED."""
 
 
 class SweepStore:
@@ -34,7 +35,8 @@ class SweepStore:
         out = self._ledger.out
         known = saved_run(out, self.uri)
         if known is None:
-            known = str(self._client.create_run(self._id, run_name=self._name, tags={"rayfed.kind": "sweep"}).info.run_id)
+            run = self._client.create_run(self._id, run_name=self._name, tags={"rayfed.kind": "sweep"})
+            known = str(run.info.run_id)
             note_run(out, self.uri, known)
         else:
             self._client.update_run(known, status="RUNNING")
@@ -57,7 +59,7 @@ class SweepStore:
     def finish(self, trials: Iterable[Trial], best: Trial | None, status: str) -> None:
         """Say how every trial ended, attach what was found to the parent, and close all of them."""
         for trial in trials:
-            self._harmless(lambda trial=trial: self._end(trial))  # type: ignore[misc]
+            self._harmless(lambda trial=trial: self._end(trial))
         self._harmless(lambda: self._finish(best, status))
 
     def _end(self, trial: Trial) -> None:
@@ -71,7 +73,7 @@ class SweepStore:
         for name, value in tags.items():
             self._client.set_tag(run_id, name, value)
         if self._client.get_run(run_id).info.status not in {"FINISHED", "FAILED"} or trial.state == "diverged":
-            self._client.set_terminated(run_id, status=STATUS[trial.state])
+            self._client.set_terminated(run_id, status=STATUS.get(trial.state, "FINISHED"))
 
     def _finish(self, best: Trial | None, status: str) -> None:
         if not self._parent:

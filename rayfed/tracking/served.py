@@ -1,8 +1,8 @@
 """What MLflow loads where a logged model is used: MLflow runs this file, so nothing of the model is a pickle.
 
-    model = mlflow.pyfunc.load_model("runs:/<run>/model")
-    model.predict(images)                          # uint8 [N, 3, S, S] -> probabilities [N, C] of the global model
-    model.predict(images, params={"client": 3})    # of client 3's personal model (logged with tracking.model=personal)
+model = mlflow.pyfunc.load_model("runs:/<run>/model")
+model.predict(images)                          # uint8 [N, 3, S, S] -> probabilities [N, C] of the global model
+model.predict(images, params={"client": 3})    # of client 3's personal model (logged with tracking.model=personal)
 """
 
 from __future__ import annotations
