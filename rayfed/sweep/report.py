@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def write_best(out: Path, request: Request, best: Trial) -> Path:
 
 def print_table(request: Request, order: Sequence[Trial], *, rows: int = 20) -> None:
     """Print the trials, best first; of failed and diverged ones the first line of their error."""
-    console = RichConsole(width=None, highlight=False)
+    console = RichConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
     ascii_only = (console.encoding or "").lower() not in {"utf-8", "utf8"}
     from rich import box
 
@@ -64,7 +65,7 @@ def print_table(request: Request, order: Sequence[Trial], *, rows: int = 20) -> 
         table.add_column(name.removeprefix("method."), justify="left" if name in {"state", *names} else "right")
     for trial in order[:rows]:
         score = "" if trial.score is None else f"{100 * trial.score:.1f} %"
-        values = (as_text(trial.point[name]) if name in trial.point else "" for name in names)
+        values = (as_shown(trial.point[name]) if name in trial.point else "" for name in names)
         table.add_row(str(trial.index), trial.state, str(trial.rounds), score, *values)
     console.print(table)
     if len(order) > rows:
@@ -72,6 +73,11 @@ def print_table(request: Request, order: Sequence[Trial], *, rows: int = 20) -> 
     for trial in order:
         if trial.error:
             console.print(f"trial {trial.index} {trial.state}: {trial.error}", markup=False, soft_wrap=True)
+
+
+def as_shown(value: Any) -> str:
+    """A value for people: three significant digits are enough to tell points apart."""
+    return f"{value:.3g}" if isinstance(value, float) else as_text(value)
 
 
 def importance(values: Sequence[Any], scores: Sequence[float], *, ordered: bool) -> float | None:
@@ -161,7 +167,7 @@ def _panel(place: Any, request: Request, name: str, trials: Sequence[Trial], bes
             x = trial.point[name] if ordered else texts.index(as_text(trial.point[name]))
             ring = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.5, "s": 90, "zorder": 3}
             place.scatter([x], [100 * trial.score], label=label, **ring)
-    if parameter.kind == "loguniform":
+    if parameter.kind == "loguniform" and trials:
         place.set_xscale("log")
     if not ordered:
         place.set_xticks(range(len(texts)), texts, fontsize=8)

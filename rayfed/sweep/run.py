@@ -5,6 +5,7 @@ request -> points -> Tune (searcher, scheduler) -> trials in placement groups of
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from rayfed.tracking.console import Console
 from rayfed.tracking.mlflow import default_uri, saved_uri, view_command
 from rayfed.tracking.observers import provenance
 
+log = logging.getLogger("rayfed")
 SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # with verbose=0 the silent one
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -182,6 +184,7 @@ class Sweep:
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             ),
         ).fit()
+        watch.finish()
 
     def _report(self, trials: list[Trial]) -> Trial | None:
         """Write and print what was found; return the best trial, if any is valid."""
@@ -193,7 +196,10 @@ class Sweep:
             (self.out / "best.yaml").unlink(missing_ok=True)
             return None
         path = report.write_best(self.out, request, best)
-        report.draw_parameters(self.out, request, trials, best)
+        try:
+            report.draw_parameters(self.out, request, trials, best)
+        except Exception as error:  # looking at a sweep must never end it
+            log.warning("plots: %s: %s", type(error).__name__, error)
         weights = report.importances(request, trials)
         if any(weight is not None for weight in weights.values()):
             shown = ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items() if weight is not None)

@@ -76,9 +76,10 @@ class Parameter:
         return self.values if self.kind in LISTS else self.values[:2]
 
     def value_of(self, value: Any) -> Value:
-        """The listed value that reads as ``value`` does, or ``value`` itself."""
-        listed = self.values if self.kind in LISTS else ()
-        return next((v for v in listed if as_text(v) == as_text(value)), value)
+        """The listed value that reads as ``value`` does, or the number as a person would type it."""
+        if self.kind in LISTS:
+            return next((v for v in self.values if as_text(v) == as_text(value)), value)
+        return value if isinstance(value, int) else _rounded(value, float(self.values[0]), float(self.values[1]))  # type: ignore[arg-type]
 
     def nearest(self, value: Any) -> Value:
         """The value nearest to ``value`` that can be drawn; of listed ones that value itself, else the first."""

@@ -44,8 +44,9 @@ def run_trial(config: Mapping[str, Any], *, setup: Setup) -> None:
 
     trial = _Trial(config["trial"], setup, setup.out / "trials" / str(tune.get_context().get_trial_name()))
     last = trial.play()
-    if last is not None:
-        tune.report(last)
+    if last is None:
+        raise SystemExit(0)  # as Tune itself ends a trial it has stopped: nothing more may be reported
+    tune.report(last)
 
 
 class _Trial:

@@ -8,9 +8,9 @@ from typing import Any
 from ray import tune
 
 from rayfed.sweep.ledger import Ledger, Trial, ranked
+from rayfed.sweep.report import as_shown
 from rayfed.sweep.request import Request
 from rayfed.sweep.search import ROUND, SCORE
-from rayfed.sweep.space import as_text
 
 
 class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
@@ -46,6 +46,12 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         lines = [line for line in str(trial.get_error() or "the process died").splitlines() if line.strip()]
         self._end(str(trial), "failed", lines[-1].strip()[:500])
 
+    def finish(self) -> None:
+        """Tune is done: a trial that has not ended by now never will."""
+        for name, trial in self.trials.items():
+            if trial.state == "running":
+                self._end(name, "failed", "Ray Tune gave it up before it ended")
+
     def _take_point(self, held: Trial, point: dict[str, Any]) -> None:
         if point != held.point:
             held.changes.append([held.rounds, dict(point)])
@@ -56,7 +62,7 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         held.state, held.error = state, error
         self._ledger.save(held)
         score = "" if held.score is None else f" {self._request.tune.metric} {held.score:.1%}"
-        point = " ".join(f"{n}={as_text(v)}" for n, v in held.point.items())
+        point = " ".join(f"{n}={as_shown(v)}" for n, v in held.point.items())
         ended = [trial for trial in self.trials.values() if trial.state != "running"]
         best = ranked(ended, self._request.tune.mode)[0]
         so_far = "" if best.score is None else f", best {best.score:.1%} (trial {best.index})"
