@@ -49,6 +49,11 @@ class TuneOptions(Frozen):
             found.append(
                 f"tune.samples={self.samples} with tune.searcher=grid: a grid has a trial per point; leave one out."
             )
+        if self.scheduler == "pbt" and self.concurrent != "auto":
+            found.append(
+                f"tune.concurrent={self.concurrent} with tune.scheduler=pbt: all trials advance together, taking turns "
+                "where not all fit; leave it out."
+            )
         if self.scheduler == "pbt" and self.searcher == "optuna":
             found.append(
                 "tune.scheduler=pbt changes points while they train, which tune.searcher=optuna cannot model: "

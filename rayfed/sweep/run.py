@@ -41,6 +41,7 @@ def prepare() -> None:
     """Set what Ray Tune reads from the environment; before Ray is started, so that its processes inherit it."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # what it tells of is told here, shorter
 
 
 class Sweep:
@@ -170,7 +171,8 @@ class Sweep:
                 search_alg=searcher,
                 scheduler=search.scheduler(request.tune, request.space, request.base.rounds, ended.values()),
                 num_samples=remaining if modelled else 1,
-                max_concurrent_trials=self._side_by_side(remaining),
+                # A population advances together: those for which there is no room are paused, not put off to the end.
+                max_concurrent_trials=None if setup.exchanges else self._side_by_side(remaining),
                 reuse_actors=True,
                 trial_name_creator=_name,
                 trial_dirname_creator=_name,

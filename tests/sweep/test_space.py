@@ -149,6 +149,10 @@ WRONG = {
     "grid of a continuum": (["space=fedlora", "tune.searcher=grid"], "cannot list every value of train.lr"),
     "pbt without mutation": (["train.lr=grid(1,2)", "tune.scheduler=pbt"], "needs parameters with `mutate: true`"),
     "pbt with a model": (["space=fedlora", "tune.scheduler=pbt", "tune.searcher=optuna"], "use tune.searcher=random"),
+    "population in parts": (
+        ["space=fedlora", "tune.scheduler=pbt", "tune.concurrent=2"],
+        "all trials advance together",
+    ),
     "nothing to stop by": (["space=fedlora", "tune.scheduler=asha", "eval.every=0"], "eval.every=0 leaves"),
     "nothing to decide": (["space=fedlora", "tune.scheduler=asha", "rounds=1"], "nothing to decide in rounds=1"),
     "no validation": (["space=fedlora", "data.val=0"], "data.val=0 leaves no validation images"),
