@@ -57,3 +57,9 @@ class CheckpointError(RayfedError):
     """A saved run is missing a part, damaged, or belongs to other options."""
 
     exit_code = 2
+
+
+class StorageError(CheckpointError):
+    """A state cannot be written (a full disk): the run stops, what was saved before is whole."""
+
+    exit_code = 1

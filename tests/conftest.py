@@ -16,6 +16,7 @@ from rayfed.conf.options import RunOptions
 from rayfed.config import parse_options
 from rayfed.data import build_task_from_options
 from rayfed.data.task import Task
+from rayfed.engine.actors import kept_actors
 
 torch.set_num_threads(1)
 SMALL = [
@@ -50,12 +51,12 @@ def task(small: Callable[..., RunOptions]) -> Task:
 
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One Ray with four pretend CPUs for all tests; its address is in RAY_ADDRESS for commands too."""
+    """One Ray with pretended CPUs for all tests; its address is in RAY_ADDRESS for commands too."""
     import ray
 
     context = ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=16,
         num_gpus=0,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
@@ -63,7 +64,8 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     address = context.address_info["address"]
     os.environ["RAY_ADDRESS"] = address
-    yield address
+    with kept_actors():  # runs in this process need not import torch in new actors each time
+        yield address
     del os.environ["RAY_ADDRESS"]
     ray.shutdown()
 

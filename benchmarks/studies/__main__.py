@@ -10,7 +10,7 @@ import benchmarks.studies
 from benchmarks.studies.cells import ROOT, Study, run_cell
 from benchmarks.studies.tables import table
 
-NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg", "blend", "blend_grid")
+NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg", "feddtl", "blend", "blend_grid")
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
     )
     parser.add_argument("study", choices=NAMES)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--only", default="", help="run only rows that begin with this")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     study: Study = importlib.import_module(f"benchmarks.studies.{arguments.study}").STUDY
@@ -27,7 +28,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not arguments.table:
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(lambda cell: run_cell(cell, folder), study.cells))
+            chosen = [cell for cell in study.cells if cell.row.startswith(arguments.only)]
+            list(pool.map(lambda cell: run_cell(cell, folder), chosen))
     text = table(study, folder)
     (folder / "table.md").write_text(text + "\n", "utf-8")
     print(text)

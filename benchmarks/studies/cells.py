@@ -37,7 +37,8 @@ class Cell:
     @property
     def file(self) -> str:
         """Name of the result file."""
-        return f"{self.row.replace(' ', '_').replace('/', '-')}-s{self.seed}.json"
+        plain = self.row.replace(": ", "--").replace(" ", "_").replace("/", "-")
+        return f"{plain}-s{self.seed}.json"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FedGLAD on real images: 10 clients x 40 of Fashion-MNIST, Dirichlet 0.1, 10 rounds of 2 epochs."""
+"""FedGLAD on real images: 10 clients x 40 of Fashion-MNIST, Dirichlet 0.1, 10 rounds of 2 epochs, 1,000 test images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from benchmarks.studies.cells import Study
 from benchmarks.studies.fedglad import COLUMNS, VARIANTS, cells
 
 ROWS = ("zero_shot", "local", "fedlora", "fedglad (A)", "fedglad, no distillation")
-SETTING = ("data=fashion_mnist", "clients.n=10", "data.shots=40", "partition.alpha=0.1", "train.epochs=2")
+SETTING = (
+    "data=fashion_mnist",
+    "clients.n=10",
+    "data.shots=40",
+    "data.test_shots=100",
+    "partition.alpha=0.1",
+    "train.epochs=2",
+)
 
 STUDY = Study(cells({row: VARIANTS[row] for row in ROWS}, SETTING, 10), COLUMNS, goal="fedlora")

@@ -34,13 +34,13 @@ FEDLORA = (
 PUREL = ("method=fedpurel", "rounds=30", "method.personal_rounds=6")
 MAIN: dict[str, tuple[str, ...]] = {
     "zero_shot": ("method=zero_shot", "rounds=1"),
-    "fedlora": (*FEDLORA, "train.lr=0.03"),
+    "fedlora": (*FEDLORA, "train.lr=0.001"),
     "fedpurel": (*PUREL, "train.lr=0.1"),
 }
 ROWS: dict[str, tuple[str, ...]] = {
     **MAIN,
+    "fedlora, lr 0.01": (*FEDLORA, "train.lr=0.01"),
     "fedlora + logit adjustment": (*MAIN["fedlora"], "method.logit_adjustment=1.0"),
-    "fedlora, lr of fedpurel": (*FEDLORA, "train.lr=0.1"),
     "fedpurel, prompt": (*PUREL, "method.kind=prompt", "train.lr=0.1"),
     "fedpurel, adapter": (*PUREL, "method.kind=adapter", "train.lr=0.3"),
     "fedpurel, KL": (*MAIN["fedpurel"], "method.alignment=kl"),
@@ -59,9 +59,9 @@ REGIMES: dict[str, tuple[str, ...]] = {
 def _cells() -> tuple[Cell, ...]:
     found = []
     for seed in SEEDS:
-        found += [Cell(row, seed, (*words, *LONG_TAIL, "eval.every=4")) for row, words in ROWS.items()]
+        found += [Cell(row, seed, (*words, *LONG_TAIL, "eval.every=6")) for row, words in ROWS.items()]
         for regime, setting in REGIMES.items():
-            found += [Cell(f"{regime}: {row}", seed, (*MAIN[row], *_merge(setting), "eval.every=4")) for row in MAIN]
+            found += [Cell(f"{regime}: {row}", seed, (*MAIN[row], *_merge(setting), "eval.every=6")) for row in MAIN]
     return tuple(found)
 
 

@@ -36,7 +36,12 @@ def _cells() -> tuple[Cell, ...]:
             TUNING_SEED,
             ("method=feddtl", f"train.lr={rate}", f"method.text_lr={text}", "eval.every=0"),
         )
-        for rate, text in (("1e-4", "1e-3"), ("3e-4", "1e-3"), ("1e-3", "1e-3"), ("3e-4", "1e-4"), ("3e-4", "3e-3"))
+        for rate, text in (
+            *((rate, "1e-3") for rate in ("1e-4", "3e-4", "1e-3")),
+            *(("3e-4", text) for text in ("1e-4", "3e-3")),
+            *(("1e-3", text) for text in ("1e-4", "3e-5")),
+            ("3e-3", "1e-4"),
+        )
     ]
     return (*trained, *distilled, *decoupled)
 

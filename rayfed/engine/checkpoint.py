@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rayfed.conf.options import RESUMABLE
 from rayfed.engine.store import StateRef, write_whole
-from rayfed.errors import CheckpointError
+from rayfed.errors import CheckpointError, StorageError
 
 MANIFEST, SERVER = "manifest.json", "server.safetensors"
 
@@ -46,6 +46,8 @@ class Checkpoints:
         self.clients = self.root / "clients"
         self._keep = keep
         self._options, self._may_change = dict(options), may_change
+        self._last: dict[int, StateRef] | None = None
+        self._superseded: list[tuple[int, list[str]]] = []
 
     def save(
         self, rounds_done: int, server: bytes, private: Mapping[int, StateRef], figures: Mapping[str, Any]
@@ -53,7 +55,7 @@ class Checkpoints:
         """Save a round, then remove what only older rounds than the last ``keep`` need.
 
         Raises:
-            CheckpointError: it cannot be written (a full disk); the saves before it are untouched.
+            StorageError: it cannot be written (a full disk); the saves before it are untouched.
         """
         folder = self.root / f"round_{rounds_done:05d}"
         manifest = {
@@ -67,11 +69,11 @@ class Checkpoints:
             write_whole(folder / SERVER, server)
             write_whole(folder / MANIFEST, json.dumps(manifest).encode())
         except OSError as error:
-            raise CheckpointError(
+            raise StorageError(
                 f"round {rounds_done} cannot be saved in {folder} ({error.strerror}): free some space and go on with "
                 "resume=auto; the last good save is kept."
             ) from error
-        self._prune(rounds_done)
+        self._prune(rounds_done, private)
 
     def exists(self) -> bool:
         """Whether any round was saved here, whole or not."""
@@ -123,13 +125,29 @@ class Checkpoints:
                 f"the saved run in {self.root} has other options ({shown}): restore them or choose another out=."
             )
 
-    def _prune(self, rounds_done: int) -> None:
-        """Keep the newest saves up to ``rounds_done``; later folders are leftovers of a run that was set back."""
+    def _prune(self, rounds_done: int, private: Mapping[int, StateRef]) -> None:
+        """Keep the newest saves up to ``rounds_done``; later folders are leftovers of a run that was set back.
+
+        The first time everything that no save needs is removed; from then on, what this process saw replaced.
+        """
         saves = [folder for folder in self._folders() if folder.name <= f"round_{rounds_done:05d}"]
         kept = saves[: self._keep]
         for folder in set(self._folders()) - set(kept):
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+        if self._last is None:
+            self._sweep(kept)
+        else:
+            replaced = [ref.file for client, ref in self._last.items() if private.get(client) != ref]
+            self._superseded.append((rounds_done, replaced))
+        self._last = dict(private)
+        oldest = int(kept[-1].name.removeprefix("round_"))
+        for _, files in (found for found in self._superseded if found[0] <= oldest):
+            for file in files:
+                (self.clients / file).unlink(missing_ok=True)
+        self._superseded = [found for found in self._superseded if found[0] > oldest]
+
+    def _sweep(self, kept: Sequence[Path]) -> None:
         needed = {file for folder in kept for file in _private_files(folder)}
         for path in self.clients.glob("*/*.safetensors"):
             if needed and str(path.relative_to(self.clients)) not in needed:

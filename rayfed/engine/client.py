@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,13 @@ from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
 from rayfed.engine.policy import out_of_range, update_problem
 from rayfed.engine.store import ClientStore, StateRef
-from rayfed.errors import NonFiniteError
+from rayfed.errors import NonFiniteError, StorageError
 from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
+KEPT_SETS = 1024
+"""Sets of images (train, val or test of one client) whose frozen features a worker keeps."""
 Predictions = npt.NDArray[np.int32]
 STRETCH = 512
 """Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
@@ -172,7 +175,7 @@ class ClientWorker:
         self.bench = Bench(options, task_view(task), gpu_share=options.clients.gpu)
         self._store = ClientStore(states)
         self._proxy = self.bench.images(task.proxy)
-        self._images: dict[tuple[str, int], ArrayImages] = {}
+        self._images: OrderedDict[tuple[str, int], ArrayImages] = OrderedDict()
         self._round: RoundRef | None = None
         self._received = Payload()
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
@@ -199,6 +202,8 @@ class ClientWorker:
                 report, payload = self._train_one(job)
                 good.append((report, payload))
                 outcomes.append(report)
+            except StorageError:  # not the client's trouble but the run's
+                raise
             except Exception as error:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
         return tuple(outcomes), self._pack(broadcast.round, jobs[0].phase, good)
@@ -263,6 +268,8 @@ class ClientWorker:
         scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
         metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
+        if payload.params is not None:
+            metrics["update_norm"] = float(torch.linalg.vector_norm(payload.params))
         size = codec.encoded_size(payload)
         seconds = time.perf_counter() - started
         return ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds), payload
@@ -424,12 +431,16 @@ class ClientWorker:
         return self._classes[key]
 
     def _client_images(self, part: str, client_id: int) -> ArrayImages:
+        """One client's images and what was computed of them; of the latest clients only, however many there are."""
         key = part, client_id
         if key not in self._images:
             source = getattr(self.task, part)
             own = getattr(self.task.clients[client_id], part)
             # Only training images are encoded again and again by different adapters.
             self._images[key] = self.bench.images(source, own, key=key if part == "train" else None)
+            if len(self._images) > KEPT_SETS:
+                self._images.popitem(last=False)
+        self._images.move_to_end(key)
         return self._images[key]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from rayfed.adapters.scope import Scope
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import ImageSet, Task
+from rayfed.engine import actors
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
@@ -34,11 +35,20 @@ NOTICE_S = 30.0
 T = TypeVar("T")
 
 
-class _WorkerShell:
-    """The Ray actor around a ``ClientWorker``; data arrive by a call, so that a replacement is set up the same."""
+class _Shell:
+    """A Ray actor; data arrive by a call, so that a replacement is set up the same."""
+
+    def ping(self) -> bool:
+        """Answer, if alive."""
+        return True
+
+
+class _WorkerShell(_Shell):
+    """The Ray actor around a ``ClientWorker``."""
 
     def setup(self, options: RunOptions, task: Task, states: Path) -> str:
         """Build the worker; return its node. Raises ResourceError if other nodes would not see states saved here."""
+        self.__dict__.clear()  # the worker of an earlier run, before there are two
         self._worker = ClientWorker(options, task, states)
         run = states.parents[1]
         if self._worker.bench.initial[Scope.PRIVATE].numel() and not run.is_dir():
@@ -62,20 +72,17 @@ class _WorkerShell:
         return self._worker.predict(broadcast, jobs, *pieces)
 
 
-class _ServerShell:
+class _ServerShell(_Shell):
     """The Ray actor around the ``Server``."""
 
     def setup(self, options: RunOptions, view: Any, proxy: ImageSet, novel: tuple[str, ...]) -> None:
         """Build the server."""
+        self.__dict__.clear()
         self._server = Server(options, view, proxy, novel)
 
     def call(self, verb: str, *args: Any) -> Any:
         """Run a method of the server."""
         return getattr(self._server, verb)(*args)
-
-    def ping(self) -> bool:
-        """Answer, if alive."""
-        return True
 
 
 @dataclass(slots=True)
@@ -147,14 +154,14 @@ class RayPool:
 
     def _start_server(self) -> tuple[Any, Any]:
         share = self._options.server
-        actor = self._ray.remote(_ServerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0).remote()
+        actor = actors.start(_ServerShell, share.cpu, share.gpu)
         return actor, actor.setup.remote(self._options, self._view, self._proxy, self._novel)
 
     def _start_worker(self, slot: _Slot) -> None:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
         share = self._options.clients
-        shell = self._ray.remote(_WorkerShell).options(num_cpus=share.cpu, num_gpus=share.gpu, max_restarts=0)
-        slot.actor, slot.busy, slot.usable, slot.held = shell.remote(), 0, False, set()
+        actor = actors.start(_WorkerShell, share.cpu, share.gpu)
+        slot.actor, slot.busy, slot.usable, slot.held = actor, 0, False, set()
         ready = slot.actor.setup.remote(self._options, self._task, self._states)
         self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
 
@@ -388,7 +395,7 @@ class RayPool:
         self._singles.extend(again)
         if len(running) > 1 and call.slot in running and call.slot.actor is call.actor:
             call.slot.retired, call.slot.usable = True, False
-            self._ray.kill(call.actor, no_restart=True)  # gives its memory back
+            actors.kill(call.actor)  # gives its memory back
             log.warning(
                 "client %s ran out of memory: going on with %d side by side (raise clients.gpu or lower train.batch)",
                 ", ".join(str(job.client_id) for job in again),
@@ -445,13 +452,17 @@ class RayPool:
         return False
 
     def _replace(self, slot: _Slot) -> None:
-        self._ray.kill(slot.actor, no_restart=True)
+        actors.kill(slot.actor)
         self._start_worker(slot)
 
     def close(self) -> None:
-        """Kill the actors."""
-        for actor in (self._server, *(slot.actor for slot in self._slots)):
-            self._ray.kill(actor, no_restart=True)
+        """End the actors."""
+        client, server = self._options.clients, self._options.server
+        calls = {id(call.actor) for call in self._waiting.values()}
+        for slot in self._slots:
+            idle = slot.usable and id(slot.actor) not in calls
+            actors.end(slot.actor, _WorkerShell, client.cpu, client.gpu, idle=idle)
+        actors.end(self._server, _ServerShell, server.cpu, server.gpu, idle=True)
 
 
 def _start(job: Job) -> int:

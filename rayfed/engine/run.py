@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine import evaluate
@@ -30,6 +32,7 @@ from rayfed.engine.store import StateRef
 from rayfed.errors import CheckpointError, DivergedError, NonFiniteError, RoundError
 from rayfed.messages import EVALUATION, ClientFailure, Phase
 from rayfed.methods.base import AnyMethod
+from rayfed.metrics.accuracy import spread
 
 log = logging.getLogger("rayfed")
 SERVER_RESTARTS = 3
@@ -46,6 +49,8 @@ class RoundRecord:
     bytes_down: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     clients: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Each figure of the clients over those that have it: mean, std, min, max, p10, p50, p90, unweighted."""
     server: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     evaluation: dict[str, Any] | None = None
@@ -194,6 +199,7 @@ class Federation:
         record.bytes_up += sum(r.bytes_up for r in reports)
         record.failures += [{"client": f.client_id, "error": f.error_type, "message": f.message} for f in failures]
         record.clients |= _weighted_means(reports)
+        record.spread |= _spreads(reports)
         trained = {r.client_id: r.predictions for r in reports if r.predictions is not None}
         self.scores.trained = trained or self.scores.trained
 
@@ -234,6 +240,13 @@ def _weighted_means(reports: Sequence[ClientReport]) -> dict[str, float]:
         if held:
             means[name] = sum(value * n for value, n in held) / sum(n for _, n in held)
     return means
+
+
+def _spreads(reports: Sequence[ClientReport]) -> dict[str, dict[str, float]]:
+    """How the clients' figures lie about their means; a client that made no step does not count."""
+    trained = [report.metrics for report in reports if report.num_examples]
+    names = sorted({name for metrics in trained for name in metrics})
+    return {name: spread(np.array([m[name] for m in trained if name in m])) for name in names}
 
 
 def summary(options: RunOptions, history: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from rayfed.errors import CheckpointError
+from rayfed.errors import CheckpointError, StorageError
 from rayfed.state import ClientState
 
 PRIVATE = "private"
@@ -49,11 +49,21 @@ class ClientStore:
         self._recent: OrderedDict[str, ClientState] = OrderedDict()
 
     def stage(self, client_id: int, label: str, state: ClientState) -> StateRef:
-        """Save ``state`` under a name of its own content: doing it twice is harmless."""
+        """Save ``state`` under a name of its own content: doing it twice is harmless.
+
+        Raises:
+            StorageError: it cannot be written (a full disk).
+        """
         data = safetensors.torch.save({PRIVATE: state.private, **{f"extra.{k}": v for k, v in state.extras.items()}})
         digest = hashlib.sha256(data).hexdigest()
         ref = StateRef(f"{client_id:05d}/{label}-{digest[:12]}.safetensors", digest)
-        write_whole(self._root / ref.file, data)
+        try:
+            write_whole(self._root / ref.file, data)
+        except OSError as error:
+            raise StorageError(
+                f"the private state of client {client_id} cannot be saved in {self._root} ({error.strerror}): free "
+                "some space and go on with resume=auto; the last good save is kept."
+            ) from error
         self._remember(ref, state)
         return ref
 

@@ -11,7 +11,19 @@ import pytest
 from rayfed.run import main
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
-METHODS = ("fedglad", "fedpurel", "blend", "fedlora", "local", "zero_shot")
+CASES: dict[str, tuple[str, ...]] = {
+    "fedglad": ("method=fedglad",),
+    "fedsdg": ("method=fedsdg",),
+    "fedsdg by agreement": ("method=fedsdg", "method.aggregate=alignment", "method.gate=block"),
+    "fedpurel": ("method=fedpurel",),
+    "fedpurel, prompt": ("method=fedpurel", "method.kind=prompt"),
+    "fedpurel, adapter": ("method=fedpurel", "method.kind=adapter", "method.schedule=interleaved"),
+    "feddtl": ("method=feddtl", "method.sft_rounds=1"),
+    "blend": ("method=blend",),
+    "fedlora": ("method=fedlora",),
+    "local": ("method=local",),
+    "zero_shot": ("method=zero_shot",),
+}
 
 
 def go(*words: str) -> None:
@@ -21,17 +33,17 @@ def go(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One in-process run per method."""
+    """One in-process run per case."""
     folder = tmp_path_factory.mktemp("reference")
-    for method in METHODS:
-        go(f"method={method}", "engine.pool=local", f"out={folder / method}", *FAST)
-    return {method: folder / method for method in METHODS}
+    for case, words in CASES.items():
+        go(*words, "engine.pool=local", f"out={folder / case}", *FAST)
+    return {case: folder / case for case in CASES}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ray_equals_in_process(method, reference, ray_session, out):
-    go(f"method={method}", "clients.actors=2", f"out={out}", *FAST)
-    assert_same_bits(reference[method], out)
+@pytest.mark.parametrize("case", CASES)
+def test_ray_equals_in_process(case, reference, ray_session, out):
+    go(*CASES[case], "clients.actors=2", f"out={out}", *FAST)
+    assert_same_bits(reference[case], out)
 
 
 @pytest.mark.parametrize("actors", [1, 4])
@@ -45,9 +57,11 @@ def test_evaluation_frequency_does_not_matter(reference, out):
     assert_same_bits(reference["fedglad"], out, figures=False)
 
 
-@pytest.mark.parametrize("where", ["local", "ray"])
-def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, out):
-    words = ["method=fedglad", f"engine.pool={where}", f"out={out}", *FAST]
+@pytest.mark.parametrize(
+    ("case", "pool"), [("fedglad", "ray"), ("fedglad", "local"), ("fedsdg", "local"), ("fedpurel", "local")]
+)
+def test_killed_driver_resumes_to_the_same_bits(case, pool, reference, ray_session, out):
+    words = [*CASES[case], f"engine.pool={pool}", f"out={out}", *FAST]
     process = start(*words)
     wait_until((out / "checkpoints" / "round_00002" / "manifest.json").exists, process)
     os.kill(process.pid, signal.SIGKILL)
@@ -55,14 +69,7 @@ def test_killed_driver_resumes_to_the_same_bits(where, reference, ray_session, o
     assert not (out / "summary.json").exists()
     done = run_well(*words, "resume=auto")
     assert "resumed after round 2" in done.stdout
-    assert_same_bits(reference["fedglad"], out)
-
-
-def test_private_and_shared_state_resume_in_this_process(reference, out):
-    words = ["method=blend", "engine.pool=local", f"out={out}", *(w for w in FAST if not w.startswith("rounds"))]
-    go(*words, "rounds=1")
-    go(*words, "rounds=3", "resume=auto")
-    assert_same_bits(reference["blend"], out, figures=False)
+    assert_same_bits(reference[case], out)
 
 
 def test_more_rounds_after_a_finished_run_equal_one_go(reference, out):

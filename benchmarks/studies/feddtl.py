@@ -1,0 +1,40 @@
+"""FedDTL and its two parts against one LoRA for all: 5 clients, 12 rounds, base and novel classes.
+
+Few-shot: 16 images of each base class over all clients, in disjoint blocks of classes or by Dirichlet 0.1; full: 32, by
+Dirichlet 0.1.
+"""
+
+from __future__ import annotations
+
+from benchmarks.studies.cells import SEEDS, Cell, Study, summary
+
+FEDERATION = ("task.split=base_novel", "clients.n=5", "eval.every=0")
+ROUNDS = "rounds=12"
+METHODS: dict[str, tuple[str, ...]] = {
+    "zero_shot": ("method=zero_shot",),
+    "fedlora": ("method=fedlora",),
+    "feddtl, plain LoRA": ("method=feddtl", "method.decouple=false", "method.two_stage=false"),
+    "feddtl, + decoupled": ("method=feddtl", "method.two_stage=false"),
+    "feddtl, + two stages": ("method=feddtl", "method.decouple=false", "method.sft_rounds=6"),
+    "feddtl, both": ("method=feddtl", "method.sft_rounds=6"),
+}
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "16, disjoint": ("data.shots=16", "partition=disjoint"),
+    "16, Dirichlet 0.1": ("data.shots=16", "partition.alpha=0.1"),
+    "32, Dirichlet 0.1": ("data.shots=32", "partition.alpha=0.1"),
+}
+CELLS = tuple(
+    Cell(f"{setting}: {row}", seed, (*method, *FEDERATION, "rounds=1" if row == "zero_shot" else ROUNDS, *words))
+    for seed in SEEDS
+    for setting, words in SETTINGS.items()
+    for row, method in METHODS.items()
+)
+COLUMNS = (
+    ("local", summary("global", "local")),
+    ("base", summary("global", "base")),
+    ("novel", summary("global", "novel")),
+    ("HM", summary("global", "hm")),
+    ("validation", summary("val", "personal_acc")),
+)
+
+STUDY = Study(CELLS, COLUMNS)
