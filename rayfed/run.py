@@ -29,6 +29,8 @@ usage: python -m rayfed.run [name=value ...] [config=FILE] [--help | --list | --
   --dry-run  the resolved options, what would run, and the bytes per round
 """
 FLAGS = {"--help", "-h", "--list", "--dry-run"}
+TERMINATED = 143
+"""Exit status after SIGTERM."""
 RUN_MARKS = ("checkpoints", "summary.json", "sweep.json")
 """What a results folder holds once something was run in it."""
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -157,13 +159,21 @@ def in_cluster(options: RunOptions, play: Callable[[], int], *, needed: bool) ->
     """Call ``play`` with Ray joined where it is ``needed``, and with SIGTERM as an orderly end."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     previous, connected = signal.getsignal(signal.SIGTERM), False
+    received: list[int] = []
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        raise SystemExit(TERMINATED)
+
     try:
         if needed:
             from rayfed.engine.resources import connect
 
             connected = connect(options)
-        signal.signal(signal.SIGTERM, _terminate)  # after connecting: Ray installs a handler of its own
+        signal.signal(signal.SIGTERM, terminate)  # after connecting: Ray installs a handler of its own
         return play()
+    except SystemExit as stop:  # while it waits, Ray turns any exit status into 1
+        raise SystemExit(TERMINATED if received else stop.code) from None
     finally:
         if connected:
             import ray
@@ -190,10 +200,6 @@ def _play(options: RunOptions, out: Path, started: float) -> int:
         experiment.play()
     experiment.observers.print_result()
     return 0
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(143)
 
 
 def _replace_what_cannot_be_printed() -> None:

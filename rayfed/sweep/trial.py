@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
+from rayfed.engine import actors
 from rayfed.engine.resources import Plan
 from rayfed.errors import DivergedError, NonFiniteError
 from rayfed.sweep.request import Request
@@ -42,6 +43,7 @@ def run_trial(config: Mapping[str, Any], *, setup: Setup) -> None:
     """What Ray Tune calls in the trial's process; how the trial ended is its last report."""
     from ray import tune
 
+    actors.keep()  # for the next trial in this process, which has the same placement group
     trial = _Trial(config["trial"], setup, setup.out / "trials" / str(tune.get_context().get_trial_name()))
     last = trial.play()
     if last is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import socket
 import subprocess
@@ -115,7 +116,8 @@ class Server:
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
         command += ["--artifacts-destination", str(self._folder / "artifacts")]
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+        light = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=light)
         for _ in itertools.count():
             assert self._process.poll() is None
             try:
@@ -143,14 +145,15 @@ def round_record(index: int) -> RoundRecord:
 
 
 def test_a_server_that_goes_away_costs_nothing_and_gets_what_it_missed(tmp_path, caplog):
-    """Killed after the first round: started again before the end (made up), or not (kept, and made up by a resume)."""
+    """Killed after the first round and started again before the end of the run."""
     server, out = Server(tmp_path), tmp_path / "out"
     out.mkdir()
     server.start()
     sink, ids = sink_for(out, server.uri)
     sink.start({"train.lr": 0.1}, {"git": "abc"})
     sink.round_done(round_record(0), 1.0)
-    sink.flush()
+    while not ids or sink._queue.qsize():
+        sink.flush()
     server.kill()
     started = time.monotonic()
     for index in (1, 2):
@@ -158,31 +161,38 @@ def test_a_server_that_goes_away_costs_nothing_and_gets_what_it_missed(tmp_path,
         sink.flush()
     assert time.monotonic() - started < 10
     server.start()
-    sink.finish("FINISHED")
-    client = MlflowClient(tracking_uri=server.uri)
-    run = client.get_run(ids[0])
-    assert run.info.status == "FINISHED" and run.data.params["train.lr"] == "0.1"
-    history = client.get_metric_history(ids[0], "clients/loss_ce")
-    assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert not (out / MISSED).exists()
-
-    sink, _ = sink_for(out, server.uri, ids[0])
-    sink.start({}, {})
-    sink.flush()
-    server.kill()
-    sink.round_done(round_record(3), 1.0)
-    sink.finish("FINISHED")
-    (kept,) = [json.loads(line) for line in (out / MISSED).read_text().splitlines()]
-    assert kept["step"] == 4 and kept["metrics"]["clients/loss_ce"] == 0.25
-    messages = " ".join(record.getMessage() for record in caplog.records)
-    assert "answers again" in messages and re.search(r"missed is kept in .*tracking-missed\.jsonl", messages)
-
-    server.start()
     try:
-        sink, _ = sink_for(out, server.uri, ids[0])
-        sink.start({}, {})
         sink.finish("FINISHED")
-        assert [m.step for m in client.get_metric_history(ids[0], "clients/loss_ce")] == [1, 2, 3, 4]
-        assert not (out / MISSED).exists() and client.get_run(ids[0]).info.status == "FINISHED"
+        client = MlflowClient(tracking_uri=server.uri)
+        run = client.get_run(ids[0])
+        assert run.info.status == "FINISHED" and run.data.params["train.lr"] == "0.1"
+        history = client.get_metric_history(ids[0], "clients/loss_ce")
+        assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+        assert not (out / MISSED).exists()
     finally:
         server.kill()
+    assert "answers again" in " ".join(record.getMessage() for record in caplog.records)
+
+
+def test_what_was_missed_to_the_end_is_kept_and_made_up_by_a_resumed_run(tmp_path, caplog):
+    out, uri = tmp_path / "out", f"sqlite:///{tmp_path}/m.db"
+    out.mkdir()
+    sink, ids = sink_for(out, uri)
+    sink.start({"train.lr": 0.1}, {})
+    sink.round_done(round_record(0), 1.0)
+    while not ids or sink._queue.qsize():
+        sink.flush()
+    sink._client = MlflowClient(tracking_uri=f"http://127.0.0.1:{free_port()}")  # nobody listens there
+    sink.round_done(round_record(1), 1.0)
+    sink.finish("FINISHED")
+    (kept,) = [json.loads(line) for line in (out / MISSED).read_text().splitlines()]
+    assert kept["step"] == 2 and kept["metrics"]["clients/loss_ce"] == 0.5
+    messages = " ".join(record.getMessage() for record in caplog.records)
+    assert re.search(r"missed is kept in .*tracking-missed\.jsonl; resume=auto makes it up", messages)
+
+    sink, _ = sink_for(out, uri, ids[0])
+    sink.start({}, {})
+    sink.finish("FINISHED")
+    client = MlflowClient(tracking_uri=uri)
+    assert [m.step for m in client.get_metric_history(ids[0], "clients/loss_ce")] == [1, 2]
+    assert not (out / MISSED).exists() and client.get_run(ids[0]).info.status == "FINISHED"

@@ -109,3 +109,32 @@ def test_a_mutation_changes_what_may_change_and_nothing_else():
     names = {n for n, v in changed["trial"]["point"].items() if v != config["trial"]["point"][n]}
     assert names and names <= space.mutable
     assert Mutation(space, 0)(config) == changed
+
+
+def test_a_model_based_search_starts_from_what_is_known():
+    """Two trials have ended, one goes on, the next are proposals; values lie in the space and read back."""
+    from rayfed.sweep.tpe import Proposals
+
+    request = parse_request(["space=fedsdg", "tune.searcher=optuna", "tune.samples=8"])
+    points = parse_request(["space=fedsdg", "tune.samples=4"]).points()
+    known = {0: Trial(0, points[0], "finished", [[2, 0.5]]), 1: Trial(1, points[1], "diverged", [[1, 0.0]])}
+    begun = []
+    search = Proposals(
+        request, known, [Trial(2, points[2])], lambda trial: begun.append(trial) or {"index": trial.index}
+    )
+    study = search._ot_study
+    assert sorted(trial.value for trial in study.trials if trial.state.is_finished()) == [0.0, 0.5]
+    assert [search.suggest(name)["trial"]["index"] for name in "abc"] == [2, 3, 4]
+    assert begun[0].point == points[2]
+    for trial in begun:
+        assert ("method.floor" in trial.point) == (trial.point["method.align"] == "floor")
+        request.options(trial.point)
+    search.on_trial_result("a", {"round": 1})
+    search.on_trial_complete("a", {"round": 2, "score": 0.7})
+    search.on_trial_complete("b", {"round": 0, "state": "failed"})
+    assert study.best_value == 0.7
+    again = Proposals(
+        request, known, [Trial(2, points[2])], lambda trial: begun.append(trial) or {"index": trial.index}
+    )
+    again.suggest("a"), again.suggest("b")
+    assert begun[-1].point == begun[1].point, "same seed, same proposals"
