@@ -138,55 +138,80 @@ class Sweep:
         """Let Ray Tune play: ``first`` in their order, then (model-based) what the searcher proposes."""
         from ray import tune
 
-        from rayfed.sweep.trial import Setup, run_trial
-        from rayfed.sweep.watch import Watch
+        from rayfed.sweep.watch import Interrupts, Watch
 
-        request = self.request
-        watch = Watch(request, self.ledger, remaining, self.console.say)
+        interrupts = Interrupts()
+        watch = Watch(self.request, self.ledger, remaining, interrupts, self.console.say)
 
         def begin(trial: Trial) -> dict[str, Any]:
             watch.trials[trial.name] = trial
-            self.ledger.save(trial)
-            if self._store is not None:
-                self._store.begin(trial)
-            actors = placement.plan_trial(request.options(trial.point), self.nodes).num_actors
-            return {"index": trial.index, "point": trial.point, "actors": actors}
+            return self._begin(trial)
 
-        modelled = request.tune.searcher == "optuna"
-        searcher = None
-        if modelled:
-            from rayfed.sweep.tpe import Proposals
-
-            searcher = Proposals(request, ended, first, begin)
-        uri = None if self._store is None else self._store.uri
-        setup = Setup(request, self.out, task, uri, request.tune.scheduler == "pbt")
-        trainable = tune.with_resources(
-            tune.with_parameters(run_trial, setup=setup),
-            resources=lambda config: placement.factory(request.base, config["trial"]["actors"]),
-        )
-        tune.Tuner(
-            trainable,
-            param_space=None if modelled else search.planned(first, begin),
-            tune_config=tune.TuneConfig(
-                search_alg=searcher,
-                scheduler=search.scheduler(request.tune, request.space, request.base.rounds, ended.values()),
-                num_samples=remaining if modelled else 1,
-                # A population advances together: those for which there is no room are paused, not put off to the end.
-                max_concurrent_trials=None if setup.exchanges else self._side_by_side(remaining),
-                reuse_actors=True,
-                trial_name_creator=_name,
-                trial_dirname_creator=_name,
-            ),
+        space, searcher, samples = self._points(ended, first, remaining, begin)
+        tuner = tune.Tuner(
+            self._trainable(task),
+            param_space=space,
+            tune_config=self._tune_config(searcher, ended, samples, remaining),
             run_config=tune.RunConfig(
                 name="tune",
                 storage_path=str(self.out / ".tune"),
                 verbose=0,
                 callbacks=[watch],
+                stop=interrupts,
                 failure_config=tune.FailureConfig(max_failures=DEATHS),
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             ),
-        ).fit()
+        )
+        with interrupts:
+            tuner.fit()
         watch.finish()
+
+    def _begin(self, trial: Trial) -> dict[str, Any]:
+        """Write down that ``trial`` is about to start; return the configuration it gets."""
+        self.ledger.save(trial)
+        if self._store is not None:
+            self._store.begin(trial)
+        actors = placement.plan_trial(self.request.options(trial.point), self.nodes).num_actors
+        return {"index": trial.index, "point": trial.point, "actors": actors}
+
+    def _points(
+        self, ended: dict[int, Trial], first: list[Trial], remaining: int, begin: search.Begin
+    ) -> tuple[Any, Any, int]:
+        """Tune's parameter space, searcher and number of samples."""
+        if self.request.tune.searcher != "optuna":
+            return search.planned(first, begin), None, 1
+        from rayfed.sweep.tpe import Proposals
+
+        return None, Proposals(self.request, ended, first, begin), remaining
+
+    def _trainable(self, task: Task) -> Any:
+        from ray import tune
+
+        from rayfed.sweep.trial import Setup, run_trial
+
+        uri = None if self._store is None else self._store.uri
+        setup = Setup(self.request, self.out, task, uri, self.request.tune.scheduler == "pbt")
+        base = self.request.base
+        return tune.with_resources(
+            tune.with_parameters(run_trial, setup=setup),
+            resources=lambda config: placement.factory(base, config["trial"]["actors"]),
+        )
+
+    def _tune_config(self, searcher: Any, ended: dict[int, Trial], samples: int, remaining: int) -> Any:
+        from ray import tune
+
+        request = self.request
+        # A population advances together: those for which there is no room are paused, not put off to the end.
+        together = request.tune.scheduler == "pbt"
+        return tune.TuneConfig(
+            search_alg=searcher,
+            scheduler=search.scheduler(request.tune, request.space, request.base.rounds, ended.values()),
+            num_samples=samples,
+            max_concurrent_trials=None if together else self._side_by_side(remaining),
+            reuse_actors=True,
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
+        )
 
     def _report(self, trials: list[Trial]) -> Trial | None:
         """Write and print what was found; return the best trial, if any is valid."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ray import tune
@@ -13,11 +15,53 @@ from rayfed.sweep.request import Request
 from rayfed.sweep.search import ROUND, SCORE
 
 
-class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
-    """Keeps the ledger; ``trials`` are those that were begun, by name."""
+class Interrupts(tune.Stopper):  # type: ignore[misc]
+    """Inside, SIGINT and SIGTERM end the sweep between two steps of Tune, which then takes its actors along.
 
-    def __init__(self, request: Request, ledger: Ledger, total: int, say: Callable[[str], None]) -> None:
+    A second signal ends it at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __enter__(self) -> Interrupts:
+        self._previous = {kind: signal.signal(kind, self._note) for kind in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, handler in self._previous.items():
+            signal.signal(kind, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signum
+
+    def raise_again(self) -> None:
+        """Raise what an interrupted process raises, if there was a signal."""
+        if self.received is not None:
+            raise KeyboardInterrupt if self.received == signal.SIGINT else SystemExit(128 + self.received)
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """No single trial is stopped."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Whether a signal came."""
+        return self.received is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
+    """Keeps the ledger; ``trials`` are those that were begun, by name. What an interrupt ends has not ended."""
+
+    def __init__(
+        self, request: Request, ledger: Ledger, total: int, interrupts: Interrupts, say: Callable[[str], None]
+    ) -> None:
         self.trials: dict[str, Trial] = {}
+        self._interrupts = interrupts
         self._request, self._ledger, self._total, self._say = request, ledger, total, say
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,6 +83,8 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         """A trial has ended by itself, or was stopped."""
         last = trial.last_result or {}
         state = last.get("state", "failed")
+        if self._interrupts.stop_all() and state in {"running", "failed"}:
+            return
         self._end(str(trial), "stopped" if state == "running" else state, last.get("error", ""))
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
@@ -47,7 +93,8 @@ class Watch(tune.Callback):  # type: ignore[misc]  # Ray is not typed
         self._end(str(trial), "failed", lines[-1].strip()[:500])
 
     def finish(self) -> None:
-        """Tune is done: a trial that has not ended by now never will."""
+        """Tune is done: a trial that has not ended by now never will. Raises what an interrupt raises."""
+        self._interrupts.raise_again()
         for name, trial in self.trials.items():
             if trial.state == "running":
                 self._end(name, "failed", "Ray Tune gave it up before it ended")
