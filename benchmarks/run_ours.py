@@ -25,7 +25,7 @@ from rayfed.config import parse_options
 from rayfed.data.task import ClientData, ImageSet, Task
 from rayfed.engine.checkpoint import Checkpoints
 from rayfed.engine.ray_pool import RayPool
-from rayfed.engine.resources import connect
+from rayfed.engine.resources import Plan, connect
 from rayfed.engine.run import Federation, RoundRecord, state_folder
 from rayfed.methods.base import Batch, ClientJob, ClientResult, FitReport, Method, TaskView, View
 
@@ -129,7 +129,7 @@ def main() -> None:
     started = time.time()
     with tempfile.TemporaryDirectory() as scratch:
         task = empty_task(clients, workload.SPEC[variant]["n"])
-        pool = RayPool(options, task, state_folder(Path(scratch)), 2)
+        pool = RayPool(options, task, state_folder(Path(scratch)), lambda: Plan(2))
         ready = time.time()
         federation = Federation(
             options, task, Neutral(options.method), pool, Checkpoints(Path(scratch), keep=1, options={}), Clock(run),

@@ -43,7 +43,7 @@ def parse_options(words: Sequence[str]) -> RunOptions:
         OptionError: with one sentence per mistake: unknown names (with a suggestion), wrong types, values out of
             range, contradictions.
     """
-    typed = _split(words)
+    typed = split(words)
     saved = _read_file(typed.pop("config")) if "config" in typed else {}
     chosen = {**saved, **typed}
     schema = method_schema(str(chosen.get("method.name", "fedglad")))
@@ -122,7 +122,8 @@ def to_yaml(options: RunOptions) -> str:
     return text
 
 
-def _split(words: Sequence[str]) -> Values:
+def split(words: Sequence[str]) -> Values:
+    """Return ``{dotted name: text}`` of ``key=value`` words. Raises OptionError for other words and for doubles."""
     typed: Values = {}
     problems = []
     for word in words:
@@ -232,6 +233,16 @@ def _validate(schema: type[MethodOptions], merged: Values) -> RunOptions:
     return options
 
 
+def parse_group(model: type[BaseModel], typed: Values, prefix: str) -> tuple[Any, list[str]]:
+    """Return the group ``model`` of the ``{field: text}`` in ``typed`` (None if it cannot be), and its mistakes."""
+    known = [f"{prefix}{name}" for name in model.model_fields]
+    wrong = [unknown("option", prefix + name, known) for name in typed if name not in model.model_fields]
+    given = {n: v for n, v in typed.items() if n in model.model_fields}
+    plain = {name: _from_text(value, model.model_fields[name].annotation) for name, value in given.items()}
+    group, problems = _construct(model, plain, prefix)
+    return group, [*wrong, *problems]
+
+
 def _construct(model: type[BaseModel], values: Values, prefix: str) -> tuple[Any, list[str]]:
     try:
         return model(**values), []
@@ -243,7 +254,8 @@ def _from_text(value: Any, annotation: Any) -> Any:
     """Read a word of the command line by the field's type: only lists are split, only optional fields know none."""
     if not isinstance(value, str):
         return value
-    choices = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    union = typing.get_origin(annotation) in {types.UnionType, typing.Union}
+    choices = typing.get_args(annotation) if union else (annotation,)
     if type(None) in choices and value.lower() in {"none", "null", ""}:
         return None
     if any(typing.get_origin(choice) is tuple for choice in choices):
@@ -333,6 +345,11 @@ def _client_problems(options: RunOptions) -> list[str]:
             found.append(
                 f"{name}={share} is refused by Ray: above 1 it must be whole; use {int(share)} or {int(share) + 1}."
             )
+    if options.tracking.register_as is not None and options.tracking.model == "none":
+        found.append(
+            f"tracking.register_as={options.tracking.register_as} but tracking.model=none logs no model: "
+            "set tracking.model=global."
+        )
     if options.tracking.uri is not None and (problem := tracking_uri_problem(options.tracking.uri)):
         found.append(problem)
     return found

@@ -11,8 +11,12 @@ from typing import Any
 from rayfed import config
 from rayfed.backbones import names
 from rayfed.conf.options import RunOptions
+from rayfed.conf.tune import TuneOptions
 from rayfed.errors import DataError
 from rayfed.methods import METHODS, make_method
+from rayfed.sweep.request import Request
+from rayfed.sweep.space import as_text, read_space
+from rayfed.sweep.space import names as names_of_spaces
 
 BACKBONE_KINDS = {"tiny": "embedded", "clip": "CLIP (open_clip)", "vit": "ViT (timm), classified by a linear head"}
 
@@ -25,6 +29,39 @@ def option_help(words: Sequence[str]) -> str:
         default = "" if field.is_required() else f" [{_shown(field.get_default(call_default_factory=True))}]"
         lines.append(f"  {name.removesuffix('.name')}{default}")
         lines.append(f"      {(field.description or '').strip()}")
+    return "\n".join(lines)
+
+
+def tune_help(words: Sequence[str]) -> str:
+    """The options of a sweep; those of its runs are told by ``python -m rayfed.run --help``."""
+    lines = ["options of the sweep:", ""]
+    for name, field in TuneOptions.model_fields.items():
+        lines.append(f"  tune.{name} [{_shown(field.get_default(call_default_factory=True))}]")
+        lines.append(f"      {(field.description or '').strip()}")
+    lines += ["", "  out, resume, tracking.*, engine.address: as of a run, for the sweep as a whole", ""]
+    return "\n".join(lines) + "\n" + option_help(words)
+
+
+def space_listing() -> str:
+    """The search spaces that come with rayfed."""
+    lines = ["search spaces:"]
+    for name in names_of_spaces():
+        space = read_space(name)
+        lines.append(f"  {name:<10} {', '.join(p.name for p in space.parameters)}")
+    return "\n".join(lines)
+
+
+def dry_sweep(request: Request, out: Path) -> str:
+    """What would be searched, the options all trials share, and the first points."""
+    lines = [config.to_yaml(request.base).rstrip(), ""]
+    for p in request.space.parameters:
+        when = "".join(f" when {n} is {' or '.join(map(as_text, v))}" for n, v in p.when.items())
+        lines.append(f"searches: {p.name} {p.kind} {as_text(list(p.values))}{when}{' (mutates)' * p.mutate}")
+    lines.append(f"results:  {out}")
+    lines += [f"note:     {note}" for note in request.notes()]
+    lines.append(f"trials:   {request.samples()}")
+    for index, point in enumerate(request.points()[:8]):
+        lines.append(f"trial {index}:  {' '.join(f'{n}={as_text(v)}' for n, v in point.items())}")
     return "\n".join(lines)
 
 

@@ -41,6 +41,18 @@ class RoundError(RayfedError):
     """A round cannot be completed: too few good updates were left."""
 
 
+class NonFiniteError(RayfedError):
+    """A loss, an update or a private parameter became infinite, undefined, or larger than any trained adapter."""
+
+
+class DivergedError(RoundError):
+    """A round cannot be completed because numbers ran away: every update that is missing was not finite."""
+
+
+class SweepError(RayfedError):
+    """A sweep has no valid trial, or failed ones where none may fail."""
+
+
 class CheckpointError(RayfedError):
     """A saved run is missing a part, damaged, or belongs to other options."""
 

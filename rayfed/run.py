@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayfed import config
 from rayfed.conf.options import RunOptions
 from rayfed.errors import OptionError, RayfedError
-
-if TYPE_CHECKING:
-    from rayfed.data.task import Task
-    from rayfed.engine.pool import Pool
-    from rayfed.engine.run import Federation
 
 log = logging.getLogger("rayfed")
 USAGE = """\
@@ -32,18 +28,30 @@ usage: python -m rayfed.run [name=value ...] [config=FILE] [--help | --list | --
   --list     methods, data sets and backbones
   --dry-run  the resolved options, what would run, and the bytes per round
 """
+FLAGS = {"--help", "-h", "--list", "--dry-run"}
+TERMINATED = 143
+"""Exit status after SIGTERM."""
+RUN_MARKS = ("checkpoints", "summary.json", "sweep.json")
+"""What a results folder holds once something was run in it."""
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets it in a submitted job, whose working directory is a copy that is removed later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status (0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated)."""
+    return told(argv, _command)
+
+
+def told(argv: Sequence[str] | None, command: Callable[[set[str], Sequence[str]], int]) -> int:
+    """Run ``command`` on the flags and the other words of ``argv``; tell errors in sentences and by the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     flags = {word for word in words if word.startswith("-")}
     words = [word for word in words if word not in flags]
     _replace_what_cannot_be_printed()
     try:
-        return _command(flags, words)
+        if spare := flags - FLAGS:
+            raise OptionError(f"{sorted(spare)[0]} is not a flag: use --help, --list, --dry-run, or name=value.")
+        return command(flags, words)
     except RayfedError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return error.exit_code
@@ -53,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(flags: set[str], words: Sequence[str]) -> int:
-    if spare := flags - {"--help", "-h", "--list", "--dry-run"}:
-        raise OptionError(f"{sorted(spare)[0]} is not a flag: use --help, --list, --dry-run, or name=value.")
     if flags & {"--help", "-h"}:
         from rayfed import describe
 
@@ -102,7 +108,7 @@ def absolute_paths(options: RunOptions) -> RunOptions:
     return options.model_copy(update=changes)
 
 
-def output_folder(options: RunOptions) -> Path:
+def output_folder(options: RunOptions, *, prefix: str = "") -> Path:
     """Return the absolute results folder; inside a submitted job it is never in the job's temporary copy.
 
     Raises:
@@ -113,12 +119,12 @@ def output_folder(options: RunOptions) -> Path:
     base = _base()
     name = (
         options.out
-        or f"outputs/{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        or f"outputs/{prefix}{options.method.name}-{options.data.name}-s{options.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     out = (base / Path(name).expanduser()).resolve()
     if out.exists() and not out.is_dir():
         raise OptionError(f"out={out} is a file: name a folder.")
-    used = [n for n in ("checkpoints", "summary.json") if (out / n).exists()]
+    used = [n for n in RUN_MARKS if (out / n).exists()]
     if used and options.resume == "never":
         raise OptionError(f"out={out} already holds a run: add resume=auto to go on with it, or choose another folder.")
     nearest = next(p for p in (out, *out.parents) if p.exists())
@@ -145,16 +151,29 @@ def reserve(out: Path, *, named: bool) -> Path:
 
 def execute(options: RunOptions, out: Path) -> int:
     """Run the experiment that ``options`` describe; results go to ``out``."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     started = time.perf_counter()
+    return in_cluster(options, lambda: _play(options, out, started), needed=options.engine.pool == "ray")
+
+
+def in_cluster(options: RunOptions, play: Callable[[], int], *, needed: bool) -> int:
+    """Call ``play`` with Ray joined where it is ``needed``, and with SIGTERM as an orderly end."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     previous, connected = signal.getsignal(signal.SIGTERM), False
+    received: list[int] = []
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        raise SystemExit(TERMINATED)
+
     try:
-        if options.engine.pool == "ray":
+        if needed:
             from rayfed.engine.resources import connect
 
             connected = connect(options)
-        signal.signal(signal.SIGTERM, _terminate)  # after connecting: Ray installs a handler of its own
-        return _Run(options, out, started).play()
+        signal.signal(signal.SIGTERM, terminate)  # after connecting: Ray installs a handler of its own
+        return play()
+    except SystemExit as stop:  # while it waits, Ray turns any exit status into 1
+        raise SystemExit(TERMINATED if received else stop.code) from None
     finally:
         if connected:
             import ray
@@ -163,8 +182,24 @@ def execute(options: RunOptions, out: Path) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(143)
+def _play(options: RunOptions, out: Path, started: float) -> int:
+    """Play the experiment in the joined cluster, or in this process."""
+    from rayfed.data import build_task_from_options
+    from rayfed.engine.resources import plan_here
+
+    plan = plan_here(options)
+    if plan.note:
+        print(f"note: {plan.note}")
+    from rayfed.experiment import Experiment
+    from rayfed.tracking.console import Console
+
+    task = build_task_from_options(options)
+    out = reserve(out, named=options.out is not None)
+    with Console(options.rounds) as console:
+        experiment = Experiment(options, out, task, console, functools.partial(plan_here, options), started=started)
+        experiment.play()
+    experiment.observers.print_result()
+    return 0
 
 
 def _replace_what_cannot_be_printed() -> None:
@@ -174,112 +209,20 @@ def _replace_what_cannot_be_printed() -> None:
             reconfigure(errors="backslashreplace")
 
 
-class _Run:
-    """The steps of one run, in order; observers are told, and told last how it ended."""
-
-    def __init__(self, options: RunOptions, out: Path, started: float) -> None:
-        self.options, self.out, self.started = options, out, started
-        self.num_actors = 1
-        self._check_resources()
-
-    def _check_resources(self) -> None:
-        if self.options.engine.pool == "local":
-            return
-        from rayfed.engine.resources import plan_here
-
-        plan = plan_here(self.options)
-        self.num_actors = plan.num_actors
-        if plan.note:
-            print(f"note: {plan.note}")
-
-    def play(self) -> int:
-        """Build the task, train, evaluate, write; return 0."""
-        from rayfed.data import build_task_from_options
-        from rayfed.tracking.console import Console
-        from rayfed.tracking.observers import Observers
-
-        task = build_task_from_options(self.options)
-        self.out = reserve(self.out, named=self.options.out is not None)
-        with Console(self.options.rounds) as console:
-            self._announce(console, task)
-            observers = Observers(self.options, self.out, task, console)
-            observers.start()
-            status = "KILLED"
-            try:
-                self._train(task, observers)
-                status = "FINISHED"
-            except Exception:
-                status = "FAILED"
-                raise
-            finally:
-                observers.close(status)
-        observers.print_result()
-        return 0
-
-    def _announce(self, console: Any, task: Task) -> None:
-        sizes = [len(client.train) for client in task.clients]
-        where = f"{self.num_actors} client actors" if self.options.engine.pool == "ray" else "in this process"
-        console.say(
-            f"{self.options.method.name} on {self.options.data.name}: {len(task.classes)} classes, {len(sizes)} "
-            f"clients with {min(sizes)} to {max(sizes)} training images, {len(task.test.labels)} test images; "
-            f"{self.options.rounds} rounds, {where}"
-        )
-        for note in task.notes:
-            console.say(f"note: {note}")
-        console.say(f"results: {self.out}")
-
-    def _train(self, task: Task, observers: Any) -> None:
-        pool = self._pool(task)
-        try:
-            federation = self._federation(task, pool, observers)
-            observers.ready(federation, time.perf_counter() - self.started)
-            federation.play()
-            observers.write_results(federation, pool.export(), time.perf_counter() - self.started)
-        finally:
-            pool.close()
-
-    def _pool(self, task: Task) -> Pool:
-        from rayfed.engine.run import state_folder
-
-        if self.options.engine.pool == "local":
-            from rayfed.engine.pool import LocalPool
-
-            return LocalPool(self.options, task, state_folder(self.out))
-        from rayfed.engine.ray_pool import RayPool
-
-        return RayPool(self.options, task, state_folder(self.out), self.num_actors)
-
-    def _federation(self, task: Task, pool: Pool, observers: Any) -> Federation:
-        from rayfed.backbones import names
-        from rayfed.engine.checkpoint import Checkpoints, identity
-        from rayfed.engine.run import Federation
-        from rayfed.methods import make_method
-
-        flat = config.flatten(self.options)
-        checkpoints = Checkpoints(self.out, keep=self.options.checkpoint.keep, options=identity(flat))
-        federation = Federation(
-            self.options,
-            task,
-            make_method(self.options.method),
-            pool,
-            checkpoints,
-            observers,
-            has_zero_shot=names.kind(self.options.backbone.name) != "vit",
-        )
-        if self.options.resume == "auto":
-            print(federation.resume() or f"nothing saved in {checkpoints.root} yet: starting from the first round")
-        return federation
-
-
 def command() -> int:
-    """Entry point of the process: as ``main``, in Python's UTF-8 mode whatever the locale.
+    """Entry point of the process: as ``main``, in Python's UTF-8 mode whatever the locale."""
+    in_utf8("rayfed.run")
+    return main()
+
+
+def in_utf8(module: str) -> None:
+    """Start ``python -m module`` again in UTF-8 mode, unless that is the mode.
 
     Under a locale such as C, file names with other letters would otherwise be neither readable nor writable as text.
     """
     if sys.getfilesystemencoding().lower() not in {"utf-8", "utf8"}:
         os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "rayfed.run", *sys.argv[1:]])
-    return main()
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

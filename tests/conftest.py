@@ -79,7 +79,7 @@ def out(tmp_path: Path) -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With two test processes, one runs everything that starts Ray, in order: clusters side by side share ports."""
     for item in items:
-        if item.path.parent.name in {"cli", "engine"} or "ray_session" in getattr(item, "fixturenames", ()):
+        if item.path.parent.name in {"cli", "engine", "sweep"} or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 

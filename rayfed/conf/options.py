@@ -256,6 +256,10 @@ class TrackingOptions(Frozen):
     """Experiment name."""
     run_name: str | None = None
     """Run name; none: method, data and seed."""
+    model: Literal["none", "global", "personal"] = "none"
+    """Log the adapted model as an MLflow pyfunc; personal: with clients' private adapters, which then leave `out`."""
+    register_as: str | None = None
+    """Name under which the logged model is registered."""
 
 
 class RunOptions(Frozen):
@@ -292,3 +296,36 @@ class RunOptions(Frozen):
 
 GROUPS = ("method", "data", "partition", "backbone")
 """Option groups that have a ``name``, chosen by the bare key."""
+
+RESUMABLE = frozenset(
+    {
+        "out",
+        "resume",
+        "rounds",
+        "profile",
+        "engine.pool",
+        "engine.address",
+        "engine.device",
+        "engine.retries",
+        "clients.actors",
+        "clients.cpu",
+        "clients.gpu",
+        "clients.min_updates",
+        "clients.deadline_s",
+        "server.cpu",
+        "server.gpu",
+        "eval.every",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "tracking.enabled",
+        "tracking.uri",
+        "tracking.experiment",
+        "tracking.run_name",
+        "tracking.model",
+        "tracking.register_as",
+    }
+)
+"""Options a resumed run may change: none of them changes a bit of what is computed, except ``rounds``.
+
+(``deadline_s`` decides who answers in time, which no two runs share anyway.)
+"""

@@ -17,21 +17,31 @@ class _Idle(defaultdict[tuple[type, float, float], list[Any]]):
 _idle = _Idle(list)
 
 
-@contextmanager
-def kept_actors() -> Iterator[None]:
-    """Inside, the actors of a finished run wait for the next one, which sets them up anew, instead of being killed.
+def keep() -> None:
+    """From now on the actors of a finished run wait for the next one, which sets them up anew, instead of being killed.
 
-    For a process that plays many short runs on one cluster: the first start of an actor imports torch and open_clip,
-    four CPU seconds. They hold their share of the cluster until the end of the block.
+    For a process that plays many short runs with the same shares: the first start of an actor imports torch and
+    open_clip, four CPU seconds. They hold their share of the cluster until ``release``, or the end of the process.
     """
     _idle.keeps = True
+
+
+def release() -> None:
+    """End the actors that wait; those of further runs are not kept."""
+    _idle.keeps = False
+    for actor in [actor for waiting in _idle.values() for actor in waiting]:
+        kill(actor)
+    _idle.clear()
+
+
+@contextmanager
+def kept_actors() -> Iterator[None]:
+    """Inside, actors are kept as after ``keep``."""
+    keep()
     try:
         yield
     finally:
-        _idle.keeps = False
-        for actor in [actor for actors in _idle.values() for actor in actors]:
-            kill(actor)
-        _idle.clear()
+        release()
 
 
 def start(shell: type, cpu: float, gpu: float) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rayfed.conf.options import RESUMABLE
 from rayfed.engine.store import StateRef, write_whole
 from rayfed.errors import CheckpointError, StorageError
 
@@ -36,13 +37,15 @@ class Saved:
 
 
 class Checkpoints:
-    """The saved rounds under ``out/checkpoints``."""
+    """The saved rounds under ``out/checkpoints``; ``may_change`` names options in which a save may differ."""
 
-    def __init__(self, out: Path, *, keep: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, out: Path, *, keep: int, options: Mapping[str, Any], may_change: frozenset[str] = frozenset()
+    ) -> None:
         self.root = out / "checkpoints"
         self.clients = self.root / "clients"
         self._keep = keep
-        self._options = dict(options)
+        self._options, self._may_change = dict(options), may_change
         self._last: dict[int, StateRef] | None = None
         self._superseded: list[tuple[int, list[str]]] = []
 
@@ -115,7 +118,7 @@ class Checkpoints:
 
     def _refuse_other_options(self, saved: Mapping[str, Any]) -> None:
         names = sorted(saved.keys() | self._options.keys())
-        other = [n for n in names if saved.get(n) != self._options.get(n)]
+        other = [n for n in names if saved.get(n) != self._options.get(n) and n not in self._may_change]
         if other:
             shown = ", ".join(f"{n} was {saved.get(n)} and is now {self._options.get(n)}" for n in other[:5])
             raise CheckpointError(
@@ -156,38 +159,6 @@ def _private_files(folder: Path) -> list[str]:
         return [file for file, _ in json.loads((folder / MANIFEST).read_text())["private"].values()]
     except (OSError, ValueError):
         return []
-
-
-RESUMABLE = frozenset(
-    {
-        "out",
-        "resume",
-        "rounds",
-        "profile",
-        "engine.pool",
-        "engine.address",
-        "engine.device",
-        "engine.retries",
-        "clients.actors",
-        "clients.cpu",
-        "clients.gpu",
-        "clients.min_updates",
-        "clients.deadline_s",
-        "server.cpu",
-        "server.gpu",
-        "eval.every",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "tracking.enabled",
-        "tracking.uri",
-        "tracking.experiment",
-        "tracking.run_name",
-    }
-)
-"""Options a resumed run may change: none of them changes a bit of what is computed, except ``rounds``.
-
-(``deadline_s`` decides who answers in time, which no two runs share anyway.)
-"""
 
 
 def identity(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import Task
 from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
-from rayfed.engine.policy import update_problem
+from rayfed.engine.policy import out_of_range, update_problem
 from rayfed.engine.store import ClientStore, StateRef
-from rayfed.errors import StorageError
+from rayfed.errors import NonFiniteError, StorageError
 from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
@@ -316,12 +316,13 @@ class ClientWorker:
         share = float(count * self.options.cohort_size)
         params = shared if phase.uploads and shared else None
         if problem := update_problem(payload, wire, params=params, sizes=sizes, share=share):
-            raise ValueError(f"update refused: {problem}")
+            kind = NonFiniteError if out_of_range(payload, share) else ValueError
+            raise kind(f"update refused: {problem}")
 
     def _refuse_bad_private(self) -> None:
         private = self.bench.parameters[Scope.PRIVATE].data
         if private.numel() and not bool(torch.isfinite(private).all()):
-            raise ValueError("update refused: private parameters are not finite")
+            raise NonFiniteError("update refused: private parameters are not finite")
 
     def _stage(self, job: TrainJob, state: ClientState) -> StateRef | None:
         assert self._round is not None

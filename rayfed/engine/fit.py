@@ -10,12 +10,8 @@ from torch import Tensor, nn
 
 from rayfed.adapters.scope import FlatParameters, Scope
 from rayfed.conf.options import TrainOptions
-from rayfed.errors import RayfedError
+from rayfed.errors import NonFiniteError
 from rayfed.methods.base import Batch, FitReport, GradientRule, Group, Items, Objective
-
-
-class NonFiniteError(RayfedError):
-    """A loss term became infinite or undefined."""
 
 
 @dataclass(frozen=True, slots=True)

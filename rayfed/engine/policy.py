@@ -37,6 +37,13 @@ def update_problem(
     return None
 
 
+def out_of_range(payload: Payload, share: float) -> bool:
+    """Whether an upload holds numbers that are not finite, or larger than exact sums can hold."""
+    if payload.params is not None and not largest(payload.params) * share < LIMIT:
+        return True
+    return not all(bool(torch.isfinite(tensor).all()) for tensor in payload.extras.values())
+
+
 def _rows(payload: Payload, wire: Sequence[WireField], most: int) -> int:
     """The number of rows R that the upload's first field of so many has, or -1 if there are too many."""
     for field in wire:

@@ -23,7 +23,7 @@ from rayfed.engine import actors
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
-from rayfed.engine.resources import plan_here
+from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError, ResourceError
 from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
@@ -124,14 +124,18 @@ class _Call:
 
 
 class RayPool:
-    """Client actors and a server actor on a Ray cluster."""
+    """Client actors and a server actor on a Ray cluster.
 
-    def __init__(self, options: RunOptions, task: Task, states: Path, num_workers: int) -> None:
+    ``plan`` says how many client actors there may be: at the start, and again whenever more could have become possible.
+    """
+
+    def __init__(self, options: RunOptions, task: Task, states: Path, plan: Callable[[], Plan]) -> None:
         import ray
 
         self._ray = ray
         self._options, self._states = options, states
-        self.num_workers, self.retried = num_workers, 0
+        self._plan = plan
+        self.num_workers, self.retried = plan().num_actors, 0
         self._task, self._proxy = ray.put(task), ray.put(task.proxy)
         self._view, self._novel = task_view(task), novel_names(task)
         self._attempts: dict[Job, int] = {}
@@ -143,7 +147,7 @@ class RayPool:
         self._pieces: dict[tuple[str, str], Any] = {}
         self._current: tuple[tuple[str, str], ...] = ()
         self._server, ready = self._start_server()
-        self._slots = [_Slot() for _ in range(num_workers)]
+        self._slots = [_Slot() for _ in range(self.num_workers)]
         for slot in self._slots:
             self._start_worker(slot)
         self._errors_as_ours(lambda: self._ray.get(ready))
@@ -181,7 +185,7 @@ class RayPool:
     def _grow(self) -> None:
         """Start further actors where the cluster has room for more than at the start: a node was added."""
         try:
-            wanted = plan_here(self._options).num_actors
+            wanted = self._plan().num_actors
         except ResourceError:  # less room than at the start: what is here goes on
             return
         for _ in range(wanted - self.num_workers):

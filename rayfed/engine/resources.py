@@ -112,7 +112,7 @@ def plan_actors(
         raise ResourceError(
             f"the server (server.cpu={options.server.cpu:g}, server.gpu={options.server.gpu:g}) leaves no room for "
             f"a client actor (clients.cpu={options.clients.cpu:g}, clients.gpu={options.clients.gpu:g}) on "
-            f"{_describe(nodes)}: "
+            f"{describe(nodes)}: "
             "lower one of them."
         )
     useful = min(fit, options.cohort_size)
@@ -121,7 +121,7 @@ def plan_actors(
         return Plan(useful, f"{len(coming)} nodes can be added by the autoscaler as needed." if coming else None)
     if asked > fit:
         return Plan(
-            fit, f"clients.actors={asked} but {fit} fit on {_describe(nodes)}: {fit} run at a time, clients take turns."
+            fit, f"clients.actors={asked} but {fit} fit on {describe(nodes)}: {fit} run at a time, clients take turns."
         )
     return Plan(min(asked, useful))
 
@@ -136,13 +136,12 @@ def _refuse_impossible(who: str, cpu: float, gpu: float, nodes: Sequence[Mapping
             else f"use {who}.gpu=0, or join a cluster with GPUs (engine.address)"
         )
         raise ResourceError(
-            f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs "
-            f"({_describe(nodes)}); {remedy}."
+            f"{who}.gpu={gpu:g} can never be met: the largest node has {most_gpu:g} GPUs ({describe(nodes)}); {remedy}."
         )
     if cpu > most_cpu:
         raise ResourceError(
             f"{who}.cpu={cpu:g} can never be met: the largest node has {most_cpu:g} CPUs "
-            f"({_describe(nodes)}); use at most {who}.cpu={most_cpu:g}."
+            f"({describe(nodes)}); use at most {who}.cpu={most_cpu:g}."
         )
 
 
@@ -170,7 +169,8 @@ def _fits(cpu: float, gpu: float, node: Mapping[str, float]) -> int:
     return min(by_cpu, by_gpu)
 
 
-def _describe(nodes: Sequence[Mapping[str, float]]) -> str:
+def describe(nodes: Sequence[Mapping[str, float]]) -> str:
+    """What ``nodes`` have, in words."""
     cpu, gpu = (sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)} with {cpu:g} CPUs and {gpu:g} GPUs in all"
 
@@ -201,6 +201,8 @@ MANY = 256
 
 
 def plan_here(options: RunOptions) -> Plan:
-    """The plan for the joined cluster as it is now. Raises ResourceError as ``plan_actors`` does."""
+    """The plan for the joined cluster as it is now, or for this process; raises as ``plan_actors`` does."""
+    if options.engine.pool == "local":
+        return Plan(1)
     living = cluster_nodes()
     return plan_actors(options, living, coming_nodes(living))

@@ -29,7 +29,7 @@ from rayfed.engine.client import ClientReport, Prediction, TrainJob
 from rayfed.engine.pool import Pool, ServerLost
 from rayfed.engine.sampling import draw_cohort
 from rayfed.engine.store import StateRef
-from rayfed.errors import CheckpointError, RoundError
+from rayfed.errors import CheckpointError, DivergedError, NonFiniteError, RoundError
 from rayfed.messages import EVALUATION, ClientFailure, Phase
 from rayfed.methods.base import AnyMethod
 from rayfed.metrics.accuracy import spread
@@ -167,7 +167,8 @@ class Federation:
         reports, failures = self._train(record.round, broadcast, jobs)
         if len(reports) < self.options.clients.min_updates:
             reasons = "; ".join(f"client {f.client_id}: {f.error_type}: {f.message}" for f in failures[:5])
-            raise RoundError(
+            ran_away = bool(failures) and all(f.error_type == NonFiniteError.__name__ for f in failures)
+            raise (DivergedError if ran_away else RoundError)(
                 f"round {record.round + 1} has {len(reports)} good updates of {len(cohort)}, below "
                 f"clients.min_updates={self.options.clients.min_updates} ({reasons}); the last good state is saved."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -39,10 +39,11 @@ class _Quiet(RichConsole):
 
 
 class Console:
-    """An observer that prints."""
+    """An observer that prints, to standard output or ``file``."""
 
-    def __init__(self, rounds: int, *, first_round: int = 0) -> None:
-        self._rich = _Quiet(width=None if sys.stdout.isatty() else 110, highlight=False)
+    def __init__(self, rounds: int, *, first_round: int = 0, file: TextIO | None = None) -> None:
+        wide = file is None and sys.stdout.isatty()
+        self._rich = _Quiet(width=None if wide else 110, highlight=False, file=file)
         self._rounds = rounds
         self._seconds = 0.0
         self._played = 0

@@ -22,7 +22,15 @@ from rayfed.engine.server import Export
 from rayfed.engine.store import ClientStore, write_whole
 from rayfed.tracking import files
 from rayfed.tracking.console import Console
-from rayfed.tracking.mlflow import MlflowSink, default_uri, saved_run, saved_uri, view_command
+from rayfed.tracking.mlflow import (
+    MlflowSink,
+    class_metrics,
+    default_uri,
+    note_run,
+    saved_run,
+    saved_uri,
+    view_command,
+)
 
 log = logging.getLogger("rayfed")
 
@@ -41,11 +49,20 @@ class Observers:
         uri = tracking.uri or saved_uri(self.out) or default_uri(self.out, named=options.out is not None)
         name = tracking.run_name or f"{options.method.name}-{options.data.name}-s{options.seed}"
         known = saved_run(self.out, uri) if options.resume == "auto" else None
+        return MlflowSink(
+            uri,
+            tracking.experiment,
+            name,
+            self.out,
+            run_id=known,
+            note_run=lambda run_id: note_run(self.out, uri, run_id),
+            after=self._log_model if tracking.model != "none" else None,
+        )
 
-        def note_run(run_id: str) -> None:
-            write_whole(self.out / "tracking.json", files.dump({"uri": uri, "run_id": run_id}))
+    def _log_model(self, client: Any, run_id: str) -> None:
+        from rayfed.tracking.model import log_model
 
-        return MlflowSink(uri, tracking.experiment, name, run_id=known, note_run=note_run)
+        log_model(client, run_id, self.out, self.options.tracking)
 
     def start(self) -> None:
         """Write what is known before training."""
@@ -70,11 +87,19 @@ class Observers:
         if self._mlflow is not None:
             self._mlflow.round_done(record, seconds)
 
+    def flush(self) -> None:
+        """Wait a moment until MLflow has what it was told: this process may be ended now."""
+        if self._mlflow is not None:
+            self._mlflow.flush()
+
     def write_results(self, federation: Federation, export: Export, seconds: float) -> None:
         """Write summary, tables, adapters, timing and plots."""
         rows = evaluate.client_rows(self.task, federation.scores)
         files.write_table(self.out / "clients.csv", rows)
-        files.write_table(self.out / "classes.csv", evaluate.class_rows(self.task, federation.scores))
+        classes = evaluate.class_rows(self.task, federation.scores)
+        files.write_table(self.out / "classes.csv", classes)
+        if self._mlflow is not None:
+            self._mlflow.log(class_metrics(classes), len(federation.history))
         store = ClientStore(state_folder(self.out))
         private = {c: export.named_private(store.load(ref).private) for c, ref in federation.private.items()}
         files.write_adapters(self.out, export.shared, export.server, private, export.peft)
@@ -99,7 +124,7 @@ class Observers:
     def close(self, status: str) -> None:
         """Close the MLflow run with FINISHED, FAILED or KILLED."""
         if self._mlflow is not None:
-            self._mlflow.finish(status, self.out)
+            self._mlflow.finish(status)
 
     def print_result(self) -> None:
         """Print the table, where everything is, and how to look at it."""

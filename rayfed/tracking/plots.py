@@ -29,19 +29,20 @@ def draw_all(
     """Draw every plot that has something to show into ``out/plots``; return the files."""
     evaluated = [(r["round"] + 1, r["evaluation"]) for r in history if r["evaluation"]]
     drawn = [
-        _save(out, "accuracy.png", lambda: accuracy(evaluated)),
-        _save(out, "clients.png", lambda: clients(rows)),
-        _save(out, "partition.png", lambda: partition(task)),
+        save(out, "accuracy.png", lambda: accuracy(evaluated)),
+        save(out, "clients.png", lambda: clients(rows)),
+        save(out, "partition.png", lambda: partition(task)),
     ]
     if any(r["clients"] or r["server"] for r in history):
-        drawn.append(_save(out, "training.png", lambda: training(history)))
+        drawn.append(save(out, "training.png", lambda: training(history)))
     if any(e["global"].get("few") is not None for _, e in evaluated):
-        drawn.append(_save(out, "balance.png", lambda: by_class_size(evaluated)))
-    drawn += [_save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
+        drawn.append(save(out, "balance.png", lambda: by_class_size(evaluated)))
+    drawn += [save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
     return drawn
 
 
-def _save(out: Path, name: str, draw: Callable[[], Figure]) -> Path:
+def save(out: Path, name: str, draw: Callable[[], Figure]) -> Path:
+    """Save what ``draw`` makes as ``out/plots/name``; return its path."""
     path = out / "plots" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     # Class names are shown as they are: no maths, and a box for a sign the font lacks is no reason to warn.

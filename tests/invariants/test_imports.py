@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "config": {"conf", "methods", "backbones"},
     "engine": {"adapters", "aggregation", "backbones", "comms", "conf", "config", "data", "methods", "metrics"},
     "tracking": {"config", "conf", "data", "engine"},
+    "experiment": {"backbones", "config", "conf", "data", "engine", "methods", "tracking"},
+    "sweep": {"config", "conf", "data", "engine", "experiment", "tracking"},
 }
 ENGINE_MAY_IMPORT_OF_METHODS = {"rayfed.methods.base", "rayfed.methods"}
 
@@ -78,10 +80,11 @@ def test_ray_and_mlflow_are_for_engine_and_tracking_only(folder):
         assert not {m.split(".")[0] for m in imported(file)} & {"ray", "mlflow"}, file
 
 
-def test_engine_never_names_a_method():
+@pytest.mark.parametrize("folder", ["engine", "sweep"])
+def test_engine_never_names_a_method(folder):
     from rayfed.methods import METHODS
 
-    for file in (PACKAGE / "engine").rglob("*.py"):
+    for file in (PACKAGE / folder).rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
