@@ -204,13 +204,18 @@ def test_every_file_runs_the_versions_the_project_is_tested_with():
         assert file.name == "kuberay.yaml" or "rayfed/cluster/constraints.txt" in text, file
 
 
-def test_dockerfile_copies_what_the_package_is_built_from():
+def test_nodes_get_what_the_package_is_built_from():
     lines = (FILES / "Dockerfile").read_text("utf-8").splitlines()
-    sources = {word for line in lines if line.startswith("COPY") for word in line.split()[2:-1]}
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[2:-1]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert {"pyproject.toml", project["readme"], "rayfed"} <= sources
-    assert all((ROOT / source).exists() for source in sources)
-    assert {f.split("/")[0] for f in project["license-files"]} <= sources
+    needed = {"pyproject.toml", "setup.py", "rayfed", "tune_spaces", project["readme"], "LICENSE"}
+    assert needed == copied and all((ROOT / source).exists() for source in needed)
+    for name in LAUNCHER:
+        mounts = yaml.safe_load((FILES / name).read_text("utf-8"))["file_mounts"]
+        assert {Path(local).name for local in mounts.values()} - {"auth_token"} == needed, name
+        assert all(
+            remote.endswith(f"rayfed-src/{Path(local).name}") for remote, local in mounts.items() if "src" in remote
+        )
 
 
 STUBS = {
