@@ -140,10 +140,8 @@ def test_what_the_cluster_can_never_give_is_refused(ray_session, capsys):
     ):
         from tests.engine.runs import run
 
-        started = time.monotonic()
         done = run("method=fedglad", *words)
         assert done.returncode == 2 and sentence in done.stderr, done.stderr
-        assert time.monotonic() - started < 30  # ten seconds on a quiet machine
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

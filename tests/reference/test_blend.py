@@ -535,7 +535,9 @@ def test_mma_trains_every_part_by_cross_entropy(small, task, tmp_path):
     server = Server(options, task_view(task), task.proxy)
     phase = worker.bench.method.phases(0, 2)[0]
     (report,), packet = worker.train(server.begin(0, phase), [TrainJob(0, 1, phase)])
-    assert isinstance(report, ClientReport) and report.state is None and set(report.metrics) == {"loss_ce", "update_norm"}
+    assert (
+        isinstance(report, ClientReport) and report.state is None and set(report.metrics) == {"loss_ce", "update_norm"}
+    )
     delta = packet.folded.mean()
     for tag in ("image_tower", "text_tower", "joint"):
         assert delta[worker.bench.parameters[Scope.SHARED].span(tag)].abs().max() > 1e-4
