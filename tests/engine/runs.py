@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,14 +31,8 @@ def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     command = [sys.executable, "-m", "rayfed.run", *words]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment, encoding="utf-8",
-        preexec_fn=_hears_ctrl_c,
-    )  # fmt: skip
-
-
-def _hears_ctrl_c() -> None:
-    """A test process in the background ignores SIGINT, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment, encoding="utf-8"
+    )
 
 
 def wait_until(found: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
