@@ -1,6 +1,9 @@
-"""Resident memory and processes over many rounds: ``python -m benchmarks.memory [rounds]``.
+"""Resident memory and processes over many rounds: ``python -m benchmarks.memory [rounds [name=value ...]]``.
 
-A real run on Ray in a process of its own; its driver, worker and server processes are looked at after every round.
+    python -m benchmarks.memory 50                  a small run of 50 rounds
+    python -m benchmarks.memory 8 method=fedglad    the main job
+
+A real run on Ray in a process of its own; its driver, worker and server processes are looked at all the time.
 Prints memory after round 5 and after the last one, the peak, and the time to the end of the first round.
 """
 
@@ -23,7 +26,6 @@ WORDS = [
     "data.test_shots=1",
     "data.proxy=16",
     "train.epochs=1",
-    "tracking.enabled=false",
 ]
 
 
@@ -58,7 +60,8 @@ def main() -> None:
     peak, first = 0.0, 0.0
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        command = [sys.executable, "-m", "rayfed.run", *WORDS, f"rounds={rounds}", f"out={out}"]
+        words = [*(sys.argv[2:] or WORDS), "tracking.enabled=false", f"rounds={rounds}", f"out={out}"]
+        command = [sys.executable, "-m", "rayfed.run", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         root, log = psutil.Process(run.pid), out / "metrics.jsonl"
@@ -71,7 +74,7 @@ def main() -> None:
             if done not in samples:
                 samples[done] = now, len(processes)
             time.sleep(0.2)
-    last = max(done for done in samples if done < rounds)
+    last = max(done for done in samples if done < rounds)  # after the last round the pool is ended
     (early, before), (late, after) = samples[5], samples[last]
     print(f"after round 5: {early:.0f} MiB in {before} processes")
     print(f"after round {last}: {late:.0f} MiB in {after} ({100 * (late / early - 1):+.1f} %)")

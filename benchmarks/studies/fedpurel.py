@@ -45,7 +45,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fedpurel, adapter": (*PUREL, "method.kind=adapter", "train.lr=0.3"),
     "fedpurel, KL": (*MAIN["fedpurel"], "method.alignment=kl"),
     "fedpurel, no purification": (*MAIN["fedpurel"], "method.purify=none"),
-    "fedpurel, whole vector": (*MAIN["fedpurel"], "method.purify=vector"),
     "fedpurel, lambda 0.1": (*MAIN["fedpurel"], "method.weight=0.1"),
     "fedpurel, lambda 0.5": (*MAIN["fedpurel"], "method.weight=0.5"),
 }

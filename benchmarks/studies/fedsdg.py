@@ -25,9 +25,9 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 SETTINGS: dict[str, tuple[str, ...]] = {
     "Dirichlet 0.1": ("partition.alpha=0.1",),
-    "Dirichlet 0.3": ("partition.alpha=0.3",),
     "Dirichlet 1.0": ("partition.alpha=1.0",),
     "domains": ("partition=domain_dirichlet", "partition.alpha=1.0", "data.domains=[photo,sketch,bright,noisy]"),
+    "Dirichlet 0.3": ("partition.alpha=0.3",),
 }
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "m = 0": ("method.gate=fixed", "method.gate_value=0"),
@@ -49,16 +49,19 @@ TUNED = tuple(
 
 
 def _cells() -> tuple[Cell, ...]:
-    found = []
-    for seed in SEEDS:
-        for setting, words in SETTINGS.items():
-            for row, method in METHODS.items():
-                federation = tuple("rounds=1" if w == "rounds=30" and row == "zero_shot" else w for w in FEDERATION)
-                found.append(Cell(f"{setting}: {row}", seed, (*method, *federation, *words)))
-        for row, ablation in ABLATIONS.items():
-            words = ("method=fedsdg", *ablation, *FEDERATION, *SETTINGS["Dirichlet 0.1"])
-            found.append(Cell(f"fedsdg, {row}", seed, words))
+    """The comparison at Dirichlet 0.1 and its ablations first, then the other settings."""
+    first, *others = SETTINGS
+    found = [_cell(first, row, seed) for seed in SEEDS for row in METHODS]
+    for row, ablation in ABLATIONS.items():
+        words = ("method=fedsdg", *ablation, *FEDERATION, *SETTINGS[first])
+        found += [Cell(f"fedsdg, {row}", seed, words) for seed in SEEDS]
+    found += [_cell(setting, row, seed) for setting in others for seed in SEEDS for row in METHODS]
     return (*TUNED, *found)
+
+
+def _cell(setting: str, row: str, seed: int) -> Cell:
+    federation = tuple("rounds=1" if w == "rounds=30" and row == "zero_shot" else w for w in FEDERATION)
+    return Cell(f"{setting}: {row}", seed, (*METHODS[row], *federation, *SETTINGS[setting]))
 
 
 COLUMNS = (

@@ -91,7 +91,7 @@ class GatedDual(AdaptedModel):
         return self.image_features(batch.images, *BRANCHES, gated=True)
 
     @torch.no_grad()
-    def energy_share(self, batch: Batch) -> float:
+    def energy_share(self, images: Tensor) -> float:
         """Mean over layers of the private share of the energy: mean (m p')^2 / (b^2 + g^2 + (m p')^2)."""
         shares: list[Tensor] = []
 
@@ -101,7 +101,7 @@ class GatedDual(AdaptedModel):
             shares.append(energy[2] / energy.sum())
 
         watched = [m.register_forward_hook(watch) for m in self.backbone.modules() if isinstance(m, GatedLinear)]
-        self.features(batch, "personal")
+        self.image_features(images, *BRANCHES, gated=True)
         for handle in watched:
             handle.remove()
         return float(torch.stack(shares).mean())
@@ -114,6 +114,10 @@ def _fixed_gate(config: Options) -> float | None:
 def _mixing(config: Options) -> Mixing:
     anchor = None if config.align == "none" else config.align
     return Mixing(anchor, config.floor, config.detach_rms, blend=config.mixing == "blend")
+
+
+ENERGY_IMAGES = 16
+"""A client's first images on which the share of the energy is measured; all of them would cost a third of a fit."""
 
 
 class FedSDG(Method[Options]):
@@ -172,7 +176,7 @@ class FedSDG(Method[Options]):
         batches = list(job.train.in_order())
         if not batches:
             return figures
-        figures["energy_share"] = model.energy_share(batches[0])
+        figures["energy_share"] = model.energy_share(batches[0].images[:ENERGY_IMAGES])
         weights = model.gates()
         figures["gate_mean"] = float(weights.mean())
         if model.gates.learned:
