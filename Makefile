@@ -1,11 +1,12 @@
 # make run     builds .venv, installs, runs the main job on embedded data
-# make test    the same, and runs every test
+# make test    the same, and runs every test: those that start Ray one after another, the others beside them
 # make check   lint, format and types, as the tests' companions
 
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= method=fedglad
 export OMP_NUM_THREADS ?= 1
+PYTEST = $(VENV)/bin/python -m pytest
 
 READY := $(VENV)/.installed
 
@@ -15,7 +16,11 @@ run: $(READY)
 	$(VENV)/bin/python -m rayfed.run $(RUN)
 
 test: check
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@if [ -n "$(ARGS)" ]; then exec $(PYTEST) $(ARGS); fi; \
+	$(PYTEST) --ignore=tests/cli --ignore=tests/engine --ignore=tests/sweep > .pytest-quiet.log 2>&1 & quiet=$$!; \
+	$(PYTEST) tests/cli tests/engine tests/sweep; loud=$$?; \
+	wait $$quiet; quiet=$$?; echo "and the tests that start no Ray:"; cat .pytest-quiet.log; \
+	[ $$loud = 0 ] && [ $$quiet = 0 ]
 
 check: $(READY)
 	$(VENV)/bin/ruff check rayfed tests benchmarks

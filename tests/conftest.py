@@ -76,12 +76,5 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "réś ults"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two test processes, one runs everything that starts Ray, in order: clusters side by side share ports."""
-    for item in items:
-        if item.path.parent.name in {"cli", "engine", "sweep"} or "ray_session" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-
-
-collect_ignore = [] if os.environ.get("RAYFED_REAL_DATA") else ["unit/test_real_data.py"]
+collect_ignore = [] if os.environ.get("RAYFED_REAL_DATA") else ["engine/test_real_data.py"]
 """Tests on real files run where those files were asked for; they fail, not skip, if the files are missing then."""

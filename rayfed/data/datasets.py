@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +152,8 @@ def _load_cifar(request: Request) -> Source:
 
 def _no_cifar(name: str, root: Path, reason: str) -> DataError:
     return DataError(
-        f"Data set {name!r} cannot be read from {str(root)!r} ({reason}); set data.root to the folder torchvision "
-        "downloaded it to, or data.download=true to fetch it there."
+        f"Data set {name!r} cannot be read from {str(root)!r} on node {socket.gethostname()} ({reason}); set data.root "
+        "to the folder torchvision downloaded it to, or data.download=true to fetch it there."
     )
 
 

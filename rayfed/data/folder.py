@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -116,7 +117,10 @@ def _existing_root(root: str | None) -> Path:
         raise DataError("Data set 'folder' needs a folder of pictures; set data.root to it.")
     folder = Path(root).expanduser().absolute()
     if not folder.is_dir():
-        raise DataError(f"The data folder {str(folder)!r} is not there; set data.root to a folder of class folders.")
+        raise DataError(
+            f"The data folder {str(folder)!r} is not there on node {socket.gethostname()}; set data.root to a folder "
+            "of class folders that this node sees (in a submitted job `.` is a copy of what was uploaded)."
+        )
     return folder
 
 

@@ -6,6 +6,7 @@ replaced in the background and its jobs are tried again one by one, a bounded nu
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -32,6 +33,8 @@ CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
 NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
+PAUSE_S = 2.0
+"""Between two tries to start a server actor elsewhere."""
 T = TypeVar("T")
 
 
@@ -157,6 +160,20 @@ class RayPool:
         actor = actors.start(_ServerShell, share.cpu, share.gpu)
         return actor, actor.setup.remote(self._options, self._view, self._proxy, self._novel)
 
+    def _replacement(self) -> Any:
+        """Return a new server actor that is set up: Ray goes on offering a lost node until it misses its heartbeats."""
+        tries = self._options.engine.retries
+        while True:
+            actor, ready = self._start_server()
+            try:
+                self._errors_as_ours(functools.partial(self._ray.get, ready))
+                return actor
+            except ResourceError as error:
+                if tries == 0 or not isinstance(error.__cause__, self._ray.exceptions.RayActorError):
+                    raise
+            tries -= 1
+            time.sleep(PAUSE_S)
+
     def _start_worker(self, slot: _Slot) -> None:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
         share = self._options.clients
@@ -241,8 +258,7 @@ class RayPool:
         try:
             self._ask("restore", snapshot)
         except ServerLost:
-            self._server, ready = self._start_server()
-            self._errors_as_ours(lambda: self._ray.get(ready))
+            self._server = self._replacement()
             self._ask("restore", snapshot)
 
     def trainable(self) -> list[str]:

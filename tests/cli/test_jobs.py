@@ -3,73 +3,43 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from tests.engine.runs import FAST, ROOT, assert_same_bits, run_well, start, wait_until
+from rayfed.run import main
+from tests.cli import clusters
+from tests.cli.clusters import RAY
+from tests.cli.one_machine_ray import MARK, processes_of
+from tests.engine.runs import FAST, ROOT, assert_same_bits, start, wait_until
 
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+REAL = os.environ.get("RAYFED_REAL_CLUSTER") == "1"
+"""Whether `ray up` makes the cluster, over ssh to this machine; else it is `ray start --head`."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """``ray start --head`` on loopback with token authentication; stopped by its own process ids."""
-    home = tmp_path_factory.mktemp("home")
-    port, dashboard = free_port(), free_port()
-    environment = {
-        **{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
-        "RAY_AUTH_MODE": "token", "HOME": str(home), "RAYFED_HOME": str(home / "rayfed"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
-    }  # fmt: skip
-    token = home / ".ray"
-    token.mkdir()
-    (token / "auth_token").write_text("0123456789abcdef0123456789abcdef")
-    temporary = Path("/tmp") / f"rf{os.getpid()}"  # Ray's sockets need a short path
-    head = subprocess.Popen(
-        [*RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=3", "--node-ip-address=127.0.0.1",
-         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={temporary}",
-         f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"],
-        env={k: v for k, v in environment.items() if k != "RAY_ADDRESS"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    wait_for_dashboard(dashboard)
-    yield environment
-    processes = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
-    head.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    for process in alive:
-        process.kill()
-    shutil.rmtree(temporary, ignore_errors=True)
+    """A cluster with token authentication on loopback; the environment of a user who submits to it."""
+    make = clusters.launched if REAL else clusters.started
+    with make(tmp_path_factory.mktemp("cluster")) as environment:
+        yield environment
 
 
-def wait_for_dashboard(port: int) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.5)
-    raise AssertionError("the dashboard did not come up")
+UPLOAD = ("--working-dir", ".")
 
 
-def submit(cluster, cwd, *words):
+def submit(cluster, cwd, *words, flags=UPLOAD):
     """``ray job submit``; a head node that has just started has no agent for jobs yet, and says so."""
-    command = [*RAY, "job", "submit", "--working-dir", ".", "--", "python", "-m", "rayfed.run", *words]
+    command = [*RAY, "job", "submit", *flags, "--", "python", "-m", "rayfed.run", *words]
     for _ in range(8):
         done = subprocess.run(
             command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
@@ -97,34 +67,68 @@ def checkout(tmp_path_factory):
     return folder
 
 
+TEMPLATE = 'a photo of a {}, it\'s "of course".'
+
+
 def test_submitted_job_succeeds_and_its_results_outlive_it(cluster, checkout, tmp_path):
-    done = submit(
-        cluster, checkout, "method=fedglad", "out=results/é x", "data.template=a photo of a {}, of course.", *FAST
-    )
+    words = ["method=fedglad", f"data.template={TEMPLATE}", *[w for w in FAST if w != "rounds=3"], "rounds=2"]
+    done = submit(cluster, checkout, "out=results/é x", *words)
     text = done.stdout + done.stderr
     assert done.returncode == 0 and "succeeded" in text, text[-3000:]
+    assert "round 1/2" in text  # logs are followed
     out = Path(cluster["RAYFED_HOME"]) / "results" / "é x"
-    assert f"results: {out}" in text
+    assert f"results: {out}" in done.stdout[done.stdout.rindex("bytes up") :]
     assert (out / "summary.json").exists()
     direct = tmp_path / "direct"
-    run_well("method=fedglad", "engine.pool=local", "data.template=a photo of a {}, of course.", f"out={direct}", *FAST)
+    assert main([*words, "engine.pool=local", f"out={direct}"]) == 0
     assert_same_bits(direct, out)
-    assert upload_size(text) < 20 * 2**20
+    settings = [yaml.safe_load((folder / "config.yaml").read_text("utf-8")) for folder in (direct, out)]
+    assert settings[0]["data"] == settings[1]["data"] and settings[1]["data"]["template"] == TEMPLATE
+    assert upload_size(cluster) < 20 * 2**20
 
 
-def upload_size(text: str) -> int:
+def upload_size(cluster) -> int:
     """Bytes of the uploaded working directory, from the package Ray keeps."""
-    packages = list(Path("/tmp").glob(f"rf{os.getpid()}/session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
+    packages = Path(cluster["RAYFED_TEMPORARY"]).glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*")
     folders = [p for p in packages if p.is_dir()]
-    assert folders, text[-2000:]
+    assert folders
     return max(sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders)
 
 
-def test_failing_job_ends_failed(cluster, checkout):
-    done = submit(cluster, checkout, "method=fedgald")
+def test_failing_job_ends_failed_and_says_which_path_was_tried_where(cluster, checkout):
+    done = submit(cluster, checkout, "method=fedlora", "data=folder", "data.root=./data/my pets", "rounds=1")
     text = done.stdout + done.stderr
     assert done.returncode != 0 and "failed" in text
-    assert "unknown method 'fedgald'; did you mean fedglad" in text
+    tried = re.search(r"error: The data folder '.*/_ray_pkg_\w+/data/my pets' is not there on node (\S+);", text)
+    assert tried and tried[1] == socket.gethostname(), text[-3000:]
+
+
+def test_stopped_job_ends_in_order(cluster, checkout):
+    """`ray job stop`: within 30 s the run is closed, also in the tracking store, and none of its processes is left."""
+    words = [w for w in FAST if not w.startswith(("rounds=", "tracking."))]
+    out = Path(cluster["RAYFED_HOME"]) / "stopped"
+    done = submit(
+        cluster, checkout, "method=fedglad", "out=stopped", "rounds=500", "eval.every=0", *words,
+        flags=["--no-wait", "--submission-id=stopped", *(() if REAL else UPLOAD)],  # ray up has put rayfed there
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "round_00001" / "manifest.json").exists():
+        assert time.monotonic() < deadline, clusters.ray(cluster, "job", "logs", "stopped").stdout
+        time.sleep(0.1)
+    asked = time.monotonic()
+    stop = clusters.ray(cluster, "job", "stop", "stopped")
+    assert stop.returncode == 0 and "was stopped" in stop.stdout + stop.stderr, stop.stdout + stop.stderr
+    while ours := [line for line in commands(cluster) if "rayfed.run" in line or "Shell" in line]:
+        assert time.monotonic() < asked + 30, ours
+        time.sleep(0.2)
+    with sqlite3.connect(out / "mlflow.db") as store:
+        assert store.execute("select status from runs").fetchall() == [("KILLED",)]
+
+
+def commands(cluster) -> list[str]:
+    """The command lines of the cluster's processes."""
+    return [" ".join(process.cmdline()) for process in processes_of(cluster[MARK])]
 
 
 def test_what_the_cluster_can_never_give_is_refused(ray_session, capsys):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
 from ray._private.state import GlobalState
 from ray._raylet import GcsClientOptions
 from ray.cluster_utils import Cluster
 
-from tests.engine.runs import FAST, assert_same_bits, run_well, start, wait_until
+from rayfed.engine import ray_pool
+from rayfed.errors import ResourceError
+from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
 WORDS = [*[w for w in FAST if not w.startswith(("clients.n=", "rounds="))], "clients.n=8", "rounds=12"]
 METHOD = "method=tests.engine.faulty:Faulty"
@@ -51,3 +57,35 @@ def test_nodes_come_and_go(cluster, tmp_path):
     run_well(METHOD, "engine.pool=local", f"out={whole}", *WORDS)
     assert_same_bits(whole, out)
     assert all(not json.loads(line)["failures"] for line in (out / "metrics.jsonl").read_text().splitlines())
+
+
+def test_cards_that_torch_cannot_use_are_reported_with_the_node(cluster, tmp_path):
+    """Ray counts cards that torch does not see (no driver, another build): said before the first round."""
+    started = time.monotonic()
+    done = run(
+        "method=fedlora", f"engine.address={cluster.address}", "clients.gpu=0.25", f"out={tmp_path / 'o'}", *FAST
+    )
+    assert time.monotonic() - started < 60
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"a process on node {socket.gethostname()} but torch sees no GPU there" in done.stderr
+    assert "round 1/" not in done.stdout
+
+
+def test_server_is_tried_again_while_ray_offers_the_lost_node(monkeypatch):
+    monkeypatch.setattr(ray_pool, "PAUSE_S", 0.0)
+    starts = []
+
+    def get(ready):
+        if ready < 3:
+            raise ray.exceptions.ActorDiedError()
+
+    pool = object.__new__(ray_pool.RayPool)
+    pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    pool._start_server = lambda: (starts.append("try"), (f"actor {len(starts)}", len(starts)))[1]
+    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=2))
+    assert pool._replacement() == "actor 3"
+    starts.clear()
+    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=1))
+    with pytest.raises(ResourceError, match="the server actor died while starting"):
+        pool._replacement()
+    assert len(starts) == 2

@@ -478,26 +478,6 @@ def records(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_actors_leave_the_same_bits(finished, ray_session, tmp_path, monkeypatch):
-    """Also where one of them dies after it was sent the anchor: its replacement is sent it again."""
-    import ray
-
-    from rayfed.engine.ray_pool import RayPool
-
-    original = RayPool.begin
-
-    def begin(self, round_index, phase):
-        if round_index == 3 and phase.name == "train":
-            ray.kill(self._slots[0].actor)
-        return original(self, round_index, phase)
-
-    monkeypatch.setattr(RayPool, "begin", begin)
-    words = [w for w in RUN if not w.startswith("engine.pool")]
-    assert main([*words, "clients.actors=2", f"out={tmp_path / 'b'}"]) == 0
-    assert_same_bits(finished, tmp_path / "b")
-    assert json.loads((tmp_path / "b" / "timing.json").read_text())["retried_jobs"] > 0
-
-
 @pytest.mark.parametrize("done", [2, 3])
 def test_resuming_around_the_switch_leaves_the_same_bits(finished, tmp_path, capsys, done):
     """Just before policy optimisation begins, and after clients were sent the anchor (which is not counted again)."""
