@@ -55,12 +55,13 @@ def _command(flags: set[str], words: Sequence[str]) -> int:
 
 def execute(request: Request, out: Path) -> int:
     """Play the sweep on the cluster that ``engine.address``, RAY_ADDRESS or this machine offers."""
+    from rayfed.sweep.placement import all_nodes, plan_trial
     from rayfed.sweep.run import Sweep, prepare
 
     def play() -> int:
-        sweep = Sweep(request, out)
-        reserve(out, named=True)
-        return sweep.play()
+        nodes = all_nodes()
+        plan = plan_trial(request.base, nodes)
+        return Sweep(request, reserve(out, named=request.base.out is not None), nodes, plan).play()
 
     prepare()
     return in_cluster(request.base, play, needed=True)

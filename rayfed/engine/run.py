@@ -112,7 +112,9 @@ class Federation:
         self._snapshot = self.pool.snapshot()
         first = len(self.history)
         if first >= self.options.rounds:
-            self.history[-1]["evaluation"] = self._evaluate(self.options.rounds - 1)
+            # Predictions of clients as their step left them exist only in the round itself: those figures are kept.
+            before = {k: v for k, v in (self.history[-1]["evaluation"] or {}).items() if k == "personal_trained"}
+            self.history[-1]["evaluation"] = self._evaluate(self.options.rounds - 1) | before
         for index in range(first, self.options.rounds):
             started = time.perf_counter()
             record = self._surviving(lambda index=index: self._round(index))  # type: ignore[misc]

@@ -13,6 +13,7 @@ from typing import Any
 
 from rayfed.data import build_task_from_options
 from rayfed.data.task import Task
+from rayfed.engine.resources import Plan
 from rayfed.errors import DataError, SweepError
 from rayfed.sweep import placement, report, search
 from rayfed.sweep.ledger import Ledger, Trial, ranked
@@ -45,13 +46,11 @@ def prepare() -> None:
 
 
 class Sweep:
-    """The steps of one sweep, in order."""
+    """The steps of one sweep, in order; ``plan`` is what a trial gets of the cluster's ``nodes``."""
 
-    def __init__(self, request: Request, out: Path) -> None:
-        self.request, self.out = request, out
+    def __init__(self, request: Request, out: Path, nodes: list[dict[str, float]], plan: Plan) -> None:
+        self.request, self.out, self.nodes, self.plan = request, out, nodes, plan
         self.ledger = Ledger(out)
-        self.nodes = placement.all_nodes()
-        self.plan = placement.plan_trial(request.base, self.nodes)
         self.console = Console(request.base.rounds)
         self._store = self._make_store() if request.base.tracking.enabled else None
 

@@ -72,7 +72,8 @@ class SweepStore:
             tags["rayfed.error"] = trial.error
         for name, value in tags.items():
             self._client.set_tag(run_id, name, value)
-        if self._client.get_run(run_id).info.status not in {"FINISHED", "FAILED"} or trial.state == "diverged":
+        closed = self._client.get_run(run_id).info.status in {"FINISHED", "FAILED"}
+        if not closed or trial.state in {"diverged", "running"}:
             self._client.set_terminated(run_id, status=STATUS.get(trial.state, "FINISHED"))
 
     def _finish(self, best: Trial | None, status: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
+import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,10 @@ def run_trial(config: Mapping[str, Any], *, setup: Setup) -> None:
     """What Ray Tune calls in the trial's process; how the trial ended is its last report."""
     from ray import tune
 
+    if not (setup.out / "sweep.json").is_file():
+        where = f"out={setup.out} is not there on node {socket.gethostname()}"
+        tune.report({ROUND: 0, "state": "failed", "error": f"{where}: set out= to storage that every node sees"})
+        return
     actors.keep()  # for the next trial in this process, which has the same placement group
     trial = _Trial(config["trial"], setup, setup.out / "trials" / str(tune.get_context().get_trial_name()))
     last = trial.play()
