@@ -168,7 +168,12 @@ def _panel(place: Any, request: Request, name: str, trials: Sequence[Trial], bes
             ring = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.5, "s": 90, "zorder": 3}
             place.scatter([x], [100 * trial.score], label=label, **ring)
     if parameter.kind == "loguniform" and trials:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
         place.set_xscale("log")
+        place.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=6))
+        place.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        place.xaxis.set_minor_formatter(NullFormatter())
     if not ordered:
         place.set_xticks(range(len(texts)), texts, fontsize=8)
 

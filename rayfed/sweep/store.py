@@ -52,7 +52,7 @@ class SweepStore:
         if not self._parent or saved_run(folder, self.uri) is not None:
             return
         tags = {PARENT: self._parent, "rayfed.kind": "trial", "rayfed.trial": trial.name}
-        run = self._client.create_run(self._id, run_name=f"{self._name} {trial.name}", tags=tags)
+        run = self._client.create_run(self._id, run_name=f"trial {trial.name}", tags=tags)
         self._client.update_run(run.info.run_id, status="SCHEDULED")
         note_run(folder, self.uri, str(run.info.run_id))
 

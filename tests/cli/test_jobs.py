@@ -37,9 +37,9 @@ def cluster(tmp_path_factory):
 UPLOAD = ("--working-dir", ".")
 
 
-def submit(cluster, cwd, *words, flags=UPLOAD):
+def submit(cluster, cwd, *words, flags=UPLOAD, module="rayfed.run"):
     """``ray job submit``; a head node that has just started has no agent for jobs yet, and says so."""
-    command = [*RAY, "job", "submit", *flags, "--", "python", "-m", "rayfed.run", *words]
+    command = [*RAY, "job", "submit", *flags, "--", "python", "-m", module, *words]
     for _ in range(8):
         done = subprocess.run(
             command, cwd=cwd, env=cluster, capture_output=True, text=True, timeout=300, encoding="utf-8", check=False
@@ -101,6 +101,16 @@ def test_failing_job_ends_failed_and_says_which_path_was_tried_where(cluster, ch
     assert done.returncode != 0 and "failed" in text
     tried = re.search(r"error: The data folder '.*/_ray_pkg_\w+/data/my pets' is not there on node (\S+);", text)
     assert tried and tried[1] == socket.gethostname(), text[-3000:]
+
+
+def test_a_sweep_whose_trials_all_fail_is_a_failed_job(cluster, checkout):
+    words = ["method=tests.engine.faulty:Faulty", "method.faults=[raise:0@1,raise:1@1,raise:2@1,raise:3@1]"]
+    grid = ["train.lr=grid(1,2,3)", "tune.concurrent=1", "engine.pool=local"]
+    done = submit(cluster, checkout, *words, *grid, *FAST, module="rayfed.tune")
+    text = done.stdout + done.stderr
+    assert done.returncode != 0 and "failed" in text, text[-3000:]
+    assert "no valid trial: 0 of 3 finished" in text
+    assert all(f"trial {index} failed: RoundError" in text for index in range(3))
 
 
 def test_stopped_job_ends_in_order(cluster, checkout):
