@@ -129,7 +129,7 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     before = servers()
     process = start(METHOD, "clients.actors=2", f"method.flags={flags}", "method.once=true", f"out={out}", *FAST)
     wait_until((out / "checkpoints" / "round_00001" / "manifest.json").exists, process)
-    time.sleep(0.3 if moment == "train" else 1.2)
+    time.sleep(0.15 if moment == "train" else 0.5)
     (server,) = servers() - before
     os.kill(server, signal.SIGKILL)
     output, errors = process.communicate(timeout=240)
