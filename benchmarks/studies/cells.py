@@ -18,7 +18,8 @@ TUNING_SEED = 100
 """Choices are made on validation images of this seed; nothing is reported for it."""
 COMMON = ["engine.pool=local", "tracking.enabled=false"]
 Result = dict[str, Any]
-Column = tuple[str, Callable[[Result], float | None]]
+Pick = Callable[[Result], float | None]
+Column = tuple[str, Pick]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Study:
     after: Callable[[dict[str, list[Result]]], str] | None = None
 
 
-def summary(*path: str, scale: float = 100.0) -> Callable[[Result], float | None]:
+def summary(*path: str, scale: float = 100.0) -> Pick:
     """A column: the value at ``path`` of a run's summary, in percent unless scaled otherwise."""
 
     def pick(result: Result) -> float | None:

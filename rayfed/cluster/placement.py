@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rayfed import config
 from rayfed.cluster.findings import Finding
-from rayfed.engine.resources import plan_actors
+from rayfed.engine.resources import MANY, plan_actors
 from rayfed.errors import ResourceError
 
 
@@ -40,7 +40,7 @@ def placement_findings(head: NodeType, workers: Sequence[NodeType], words: Seque
             "belongs on the head, since a worker can be taken away; choose a head with a GPU, or server.gpu=0.",
         )
         return
-    coming = [node.resources for node in workers for _ in range(min(node.most, 256))]
+    coming = [node.resources for node in workers for _ in range(min(node.most, MANY))]
     try:
         plan_actors(options, [head.resources], coming)
     except ResourceError as error:

@@ -10,7 +10,6 @@ The driver holds no tensors: which private state of a client counts, the figures
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -125,7 +124,7 @@ class Federation:
 
     def _surviving(self, play: Callable[[], RoundRecord]) -> RoundRecord:
         """Play a round; if the server dies, give a new one the last snapshot and play it again from the start."""
-        before, held = dict(self.private), copy.deepcopy(self.held)
+        before, held = dict(self.private), dict(self.held)
         for _ in range(SERVER_RESTARTS):
             try:
                 record = play()
@@ -133,7 +132,7 @@ class Federation:
                 return record
             except ServerLost as error:
                 log.warning("%s; playing the round again", error)
-                self.private, self.held = dict(before), copy.deepcopy(held)
+                self.private, self.held = dict(before), dict(held)
                 self.pool.restore(self._snapshot)
         raise RoundError(
             f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable."
@@ -164,7 +163,10 @@ class Federation:
 
     def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
         broadcast, sent = self.pool.begin(record.round, phase)
-        record.bytes_down += sum(sent.to(self.held.setdefault(client, {})) for client in cohort)
+        for client in cohort:
+            held = dict(self.held.get(client, {}))
+            record.bytes_down += sent.to(held)
+            self.held[client] = held
         jobs = [TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort]
         reports, failures = self._train(record.round, broadcast, jobs)
         if len(reports) < self.options.clients.min_updates:
@@ -200,8 +202,9 @@ class Federation:
         self.private |= {r.client_id: r.state for r in reports if r.state is not None}
         record.bytes_up += sum(r.bytes_up for r in reports)
         record.failures += [{"client": f.client_id, "error": f.error_type, "message": f.message} for f in failures]
-        record.clients |= _weighted_means(reports)
-        record.spread |= _spreads(reports)
+        for name, held in _by_name(reports).items():
+            record.clients[name] = _weighted_mean(held)
+            record.spread[name] = spread(np.array([value for value, _ in held]))
         trained = {r.client_id: r.predictions for r in reports if r.predictions is not None}
         self.scores.trained = trained or self.scores.trained
 
@@ -233,22 +236,15 @@ class Federation:
             self.checkpoints.save(index + 1, self._snapshot, self.private, figures)
 
 
-def _weighted_means(reports: Sequence[ClientReport]) -> dict[str, float]:
-    """Means of the clients' figures, weighted by examples; a client that made no step does not count."""
-    names = sorted({name for report in reports for name in report.metrics})
-    means = {}
-    for name in names:
-        held = [(r.metrics[name], r.num_examples) for r in reports if name in r.metrics and r.num_examples]
-        if held:
-            means[name] = sum(value * n for value, n in held) / sum(n for _, n in held)
-    return means
+def _by_name(reports: Sequence[ClientReport]) -> dict[str, list[tuple[float, int]]]:
+    """Each figure of the clients with their examples; a client that made no step does not count."""
+    trained = [report for report in reports if report.num_examples]
+    names = sorted({name for report in trained for name in report.metrics})
+    return {name: [(r.metrics[name], r.num_examples) for r in trained if name in r.metrics] for name in names}
 
 
-def _spreads(reports: Sequence[ClientReport]) -> dict[str, dict[str, float]]:
-    """How the clients' figures lie about their means; a client that made no step does not count."""
-    trained = [report.metrics for report in reports if report.num_examples]
-    names = sorted({name for metrics in trained for name in metrics})
-    return {name: spread(np.array([m[name] for m in trained if name in m])) for name in names}
+def _weighted_mean(held: Sequence[tuple[float, int]]) -> float:
+    return sum(value * n for value, n in held) / sum(n for _, n in held)
 
 
 def summary(options: RunOptions, history: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def spread(each: npt.NDArray[np.float64]) -> dict[str, float]:
 
     ``p10 p50 p90``: percentiles over clients (linear interpolation).
     """
-    p10, p50, p90 = (float(np.percentile(each, q)) for q in (10, 50, 90))
+    p10, p50, p90 = (float(value) for value in np.percentile(each, (10, 50, 90)))
     found = {"mean": float(each.mean()), "std": float(each.std()), "min": float(each.min()), "max": float(each.max())}
     return {**found, "p10": p10, "p50": p50, "p90": p90}
 

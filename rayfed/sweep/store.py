@@ -9,7 +9,7 @@ from typing import Any
 
 from rayfed.sweep.ledger import Ledger, Trial
 from rayfed.sweep.space import as_text
-from rayfed.tracking.mlflow import connect, log_params, note_run, saved_run
+from rayfed.tracking.mlflow import connect, first_line, log_params, note_run, saved_run
 
 log = logging.getLogger("rayfed")
 PARENT = "mlflow.parentRunId"
@@ -95,5 +95,4 @@ class SweepStore:
         except Exception as error:  # whatever a tracking store raises must not end a sweep
             if not self._warned:
                 self._warned = True
-                line = (str(error).splitlines() or [""])[0][:200]
-                log.warning("MLflow at %s failed (%s: %s); the sweep goes on", self.uri, type(error).__name__, line)
+                log.warning("MLflow at %s failed (%s); the sweep goes on", self.uri, first_line(error))

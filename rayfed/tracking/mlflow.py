@@ -145,7 +145,7 @@ class MlflowSink:
                 if not self._warned:
                     self._warned = True
                     log.warning(
-                        "MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, _first_line(error)
+                        "MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, first_line(error)
                     )
                 return False
             self._pending.popleft()
@@ -332,5 +332,6 @@ def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield part
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Kind and first line of what a store raised."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -224,7 +224,9 @@ STUBS = {
     '*) set -- "$word" "$@"; break;; esac; done; echo "srun $node: $*" >> "$LOG"\n'
     'if [ "$1" = hostname ]; then echo "10.0.0.1 10.1.0.1"; else exec sleep 30; fi',
     "ray": 'echo "ray $*" >> "$LOG"',
-    "python": 'if [ "$1" = - ]; then cat > /dev/null; exit 0; fi\n'
+    # As the real one, `python -` returns only once every node has joined.
+    "python": 'if [ "$1" = - ]; then cat > /dev/null\n'
+    'until [ "$(grep -c "ray start" "$LOG")" -ge 3 ]; do sleep 0.05; done; exit 0; fi\n'
     'echo "python $* in $PWD with $RAY_AUTH_MODE" >> "$LOG"\n'
     'if [ "$STATUS" = wait ]; then exec sleep 30; fi; exit "$STATUS"',
 }

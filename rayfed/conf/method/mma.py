@@ -29,16 +29,7 @@ class Options(BottleneckOptions):
 PROFILES: dict[str, dict[str, Any]] = {
     # Accuracy on validation images (seed 100, 8 rounds, `python -m benchmarks.studies lr`): 81.1 for 1e-3 and for 3e-3,
     # 81.5 for 1e-2, 81.2 for 3e-2.
-    "embedded": {
-        "train.lr": 1e-2,
-        "train.weight_decay": 5e-4,
-        "train.batch": 16,
-        "train.drop_last": True,
-        "train.clip_norm": 0.0,
-        "rounds": 8,
-        "clients.n": 10,
-        "method.blocks": ("all",),
-    },
+    "embedded": {**blend.EMBEDDED, "method.blocks": ("all",)},
     "paper": {  # the paper trains centrally: its optimiser, in BLEND's federation
         **blend.PROFILES["paper"],
         "train.optimizer": "sgd",
