@@ -20,6 +20,7 @@ import workload  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from rayfed.adapters.scope import Scope, Scoped
+from rayfed.backbones.base import Backbone, Preprocessing
 from rayfed.conf.options import MethodOptions
 from rayfed.config import parse_options
 from rayfed.data.task import ClientData, ImageSet, Task
@@ -53,6 +54,16 @@ class Whole(Scoped):
             owner = self.inner.get_submodule(name.rpartition(".")[0])
             delattr(owner, name.rpartition(".")[2])
             owner.register_buffer(name.rpartition(".")[2], parameter.detach())
+
+
+def backbone(*, pretrained: str | None, checkpoint: str | None) -> Backbone:
+    """Nothing: the workload brings its own model."""
+    del pretrained, checkpoint
+    size = Preprocessing(image_size=32, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    return Backbone("none", nn.Identity(), embed_dim=1, preprocessing=size, settings={})
+
+
+backbone.image_size = 32  # type: ignore[attr-defined]  # what the options need to know of it
 
 
 class Neutral(Method[Options]):
@@ -118,6 +129,7 @@ def main() -> None:
     method = f"method={Options().name}"
     words = [
         method,
+        "backbone=run_ours:backbone",
         f"method.variant={variant}",
         f"clients.n={clients}",
         f"rounds={rounds}",

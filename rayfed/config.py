@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rayfed.conf.options import GROUPS, MethodOptions, RunOptions
-from rayfed.errors import OptionError
+from rayfed.conf.options import GROUPS, BackboneOptions, MethodOptions, RunOptions
+from rayfed.errors import BackboneError, OptionError
 from rayfed.methods import METHODS
 
 DATA_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -289,10 +289,30 @@ def contradictions(options: RunOptions) -> list[str]:
     from rayfed.backbones import names
 
     found = [*_client_problems(options), *_data_problems(options)]
-    backbone = options.backbone
-    kind = names.kind(backbone.name)
-    if kind is None:
-        found.append(unknown("backbone", backbone.name, [n for group in names.known_names().values() for n in group]))
+    backbone = options.backbone.name
+    if names.kind(backbone) is None:
+        every = [name for group in names.known_names().values() for name in group]
+        return [*found, unknown("backbone", backbone, every)]
+    try:
+        has_text = names.has_text(backbone)
+    except BackboneError as error:
+        return [*found, str(error)]
+    found += _weights_problems(options.backbone, names.kind(backbone))
+    if options.task.split == "base_novel":
+        found += options.method.novel_problems()
+    if not has_text:
+        found += _text_problems(options)
+    width = names.width(backbone)
+    for name, rank in options.method.ranks().items():
+        if width is not None and rank > width:
+            found.append(
+                f"method.{name}={rank} is above the width {width} of backbone={backbone}: use at most {width}."
+            )
+    return found
+
+
+def _weights_problems(backbone: BackboneOptions, kind: str | None) -> list[str]:
+    found = []
     if kind == "tiny" and backbone.pretrained not in {"auto", "none"}:
         found.append(f"backbone=tiny has no pretrained tag {backbone.pretrained!r}: leave backbone.pretrained out.")
     if backbone.pretrained != "auto" and backbone.checkpoint:
@@ -302,28 +322,22 @@ def contradictions(options: RunOptions) -> list[str]:
             f"backbone={backbone.name} needs weights: set backbone.pretrained to a tag, backbone.checkpoint to a local "
             "file, or backbone.pretrained=none for random ones."
         )
-    if kind == "vit" and options.method.needs_text:
+    return found
+
+
+def _text_problems(options: RunOptions) -> list[str]:
+    """What needs class texts, for a backbone that has no text tower."""
+    lacks, found = f"backbone={options.backbone.name} has no text tower", []
+    remedy = "use a CLIP backbone (such as tiny or ViT-B-16)"
+    if options.method.needs_text:
         found.append(
-            f"method={options.method.name} classifies by class texts but backbone={backbone.name} has no text tower: "
-            "use a CLIP backbone (such as tiny or ViT-B-16), or method=fedlora or local."
+            f"method={options.method.name} classifies by class texts but {lacks}: {remedy}, or method=fedlora or local."
         )
     if options.task.split == "base_novel":
-        found += options.method.novel_problems()
-    if options.task.split == "base_novel" and kind == "vit":
-        found.append(
-            f"task.split=base_novel names novel classes by text but backbone={backbone.name} has no text tower: "
-            "use a CLIP backbone (such as tiny or ViT-B-16), or task.split=all."
-        )
-    if kind == "vit" and getattr(options.method, "towers", "vision") != "vision":
-        found.append(
-            f"method.towers={getattr(options.method, 'towers', '')} but backbone={backbone.name} has no text tower."
-        )
-    width = names.width(backbone.name) if kind else None
-    for name, rank in options.method.ranks().items():
-        if width is not None and rank > width:
-            found.append(
-                f"method.{name}={rank} is above the width {width} of backbone={backbone.name}: use at most {width}."
-            )
+        found.append(f"task.split=base_novel names novel classes by text but {lacks}: {remedy}, or task.split=all.")
+    towers = getattr(options.method, "towers", "vision")
+    if towers != "vision":
+        found.append(f"method.towers={towers} but {lacks}.")
     return found
 
 

@@ -128,7 +128,7 @@ class Experiment:
             pool,
             checkpoints,
             self,
-            has_zero_shot=names.kind(self.options.backbone.name) != "vit",
+            has_zero_shot=names.has_text(self.options.backbone.name),
         )
         if self.options.resume == "auto":
             found = federation.resume() or f"nothing saved in {checkpoints.root} yet: starting from the first round"

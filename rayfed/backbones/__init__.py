@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load_backbone(name: str, *, pretrained: str | None = None, checkpoint: str | None = None) -> Backbone:
-    """Load the backbone ``name``: "tiny", a timm vision transformer, or an open_clip model.
+    """Load the backbone ``name``: "tiny", a timm vision transformer, an open_clip model, or ``module:function``.
 
     ``pretrained`` names published weights, or "none" for random ones that are the same for every call; ``checkpoint``
     is a local file. Only the tiny model has weights of its own when neither is given. Raises ``BackboneError`` for an
@@ -22,6 +22,9 @@ def load_backbone(name: str, *, pretrained: str | None = None, checkpoint: str |
         raise names.unknown_backbone(name)
     if sort == "tiny":
         return _load_tiny(pretrained=pretrained, checkpoint=checkpoint)
+    if sort == "outside":
+        backbone: Backbone = names.outside(name)(pretrained=pretrained, checkpoint=checkpoint)
+        return backbone
     if sort == "vit":
         from rayfed.backbones.vit import load_vit
 
@@ -40,6 +43,9 @@ def image_size(name: str) -> int:
         from rayfed.backbones.vit import vit_image_size
 
         return vit_image_size(name)
+    if sort == "outside":
+        size: int = names.outside(name).image_size  # type: ignore[attr-defined]  # checked by names.outside
+        return size
     return names.clip_image_size(name) or 224
 
 

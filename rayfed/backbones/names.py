@@ -6,9 +6,10 @@ Options are checked before anything heavy is loaded, so names are read from the 
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from rayfed.errors import BackboneError
 
-Kind = Literal["tiny", "clip", "vit"]
+Kind = Literal["tiny", "clip", "vit", "outside"]
 
 TINY = "tiny"
 _VIT_SOURCES = ("vision_transformer.py", "deit.py", "eva.py", "beit.py")
@@ -26,9 +27,14 @@ _VIT_DEFAULT_WIDTH = 768  # of timm's VisionTransformer, Eva and Beit classes
 
 
 def kind(name: str) -> Kind | None:
-    """What sort of backbone ``name`` is, or None if it is unknown. A timm name may end in ".tag"."""
+    """What sort of backbone ``name`` is, or None if it is unknown. A timm name may end in ".tag".
+
+    ``module:function`` is one from outside the package.
+    """
     if name == TINY:
         return "tiny"
+    if ":" in name:
+        return "outside"
     if _untagged(name) in _vit_widths():
         return "vit"
     return "clip" if name in _clip_configs() else None
@@ -50,6 +56,30 @@ def clip_image_size(name: str) -> int | None:
     size = (config or {}).get("vision_cfg", {}).get("image_size")
     first = size[0] if isinstance(size, list) else size
     return first if isinstance(first, int) else None
+
+
+def outside(name: str) -> Callable[..., Any]:
+    """The function of ``module:function``: ``function(pretrained=..., checkpoint=...)`` returns a ``Backbone``.
+
+    It has an attribute ``image_size`` (pixels), and ``has_text = True`` if the backbone has a text tower. Raises
+    ``BackboneError`` where there is no such thing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found: Callable[..., Any] | None = getattr(importlib.import_module(module), attribute, None)
+    except (ImportError, ValueError) as error:
+        raise BackboneError(f"backbone={name}: module {module!r} cannot be imported ({error}).") from error
+    if not callable(found) or not isinstance(getattr(found, "image_size", None), int):
+        raise BackboneError(
+            f"backbone={name}: {module!r} has no function {attribute!r} with an attribute image_size (pixels)."
+        )
+    return found
+
+
+def has_text(name: str) -> bool:
+    """Whether backbone ``name`` has a text tower, so that class names alone make a classifier."""
+    sort = kind(name)
+    return bool(getattr(outside(name), "has_text", False)) if sort == "outside" else sort in {"tiny", "clip"}
 
 
 def width(name: str) -> int | None:

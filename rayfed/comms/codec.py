@@ -36,7 +36,7 @@ def encoded_size(payload: Payload) -> int:
     """Return ``len(encode(payload))`` without copying the values."""
     if payload.is_empty:
         return 0
-    tensors = _tensors(payload)
+    tensors = payload.extras if payload.params is None else {**payload.extras, PARAMS: payload.params}
     table = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     return sum(t.nbytes for t in tensors.values()) + _header_size(table)
 

@@ -146,7 +146,7 @@ class BackboneOptions(Frozen):
     """The frozen model."""
 
     name: str = "tiny"
-    """Backbone: tiny (embedded), any open_clip model name, any timm ViT name."""
+    """Backbone: tiny (embedded), any open_clip model name, any timm ViT name, or module:function."""
     pretrained: str = "auto"
     """Tag of published weights (`default` for timm's choice), none for random ones; auto: tiny's embedded ones."""
     checkpoint: str | None = None

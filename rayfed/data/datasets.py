@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from rayfed.data import idx, shapes
-from rayfed.data.folder import load_folder
 from rayfed.data.images import content_hashes, resize_rgb
 from rayfed.data.pool import Indices, Pool, Source, pool_of_pixels
 from rayfed.errors import DataError
@@ -158,6 +157,8 @@ def _no_cifar(name: str, root: Path, reason: str) -> DataError:
 
 
 def _load_folder(request: Request) -> Source:
+    from rayfed.data.folder import load_folder  # Pillow costs every process a tenth of a second
+
     return load_folder(request.root, request.image_size, domains=request.domains, bad=request.bad)
 
 

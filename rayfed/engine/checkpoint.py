@@ -148,8 +148,9 @@ class Checkpoints:
         self._superseded = [found for found in self._superseded if found[0] > oldest]
 
     def _sweep(self, kept: Sequence[Path]) -> None:
-        needed = {file for folder in kept for file in _private_files(folder)}
-        for path in self.clients.glob("*/*.safetensors"):
+        found = list(self.clients.glob("*/*.safetensors"))
+        needed = {file for folder in kept for file in _private_files(folder)} if found else set()
+        for path in found:
             if needed and str(path.relative_to(self.clients)) not in needed:
                 path.unlink(missing_ok=True)
 

@@ -35,6 +35,8 @@ from rayfed.state import ClientState
 
 KEPT_SETS = 1024
 """Sets of images (train, val or test of one client) whose frozen features a worker keeps."""
+FOLDED_AT_ONCE = 2**16
+"""Numbers of small updates that are added up together: a call into torch costs as much as adding thousands."""
 Predictions = npt.NDArray[np.int32]
 STRETCH = 512
 """Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
@@ -46,7 +48,10 @@ def stretches(total: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + STRETCH, total)
 
 
-@dataclass(frozen=True, slots=True)
+# No slots in what crosses by the thousand: a frozen class with them pickles through slow Python code.
+
+
+@dataclass(frozen=True)
 class TrainJob:
     """Train one client; ``private`` is its saved state, ``score`` asks for its test predictions afterwards."""
 
@@ -57,7 +62,7 @@ class TrainJob:
     score: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PredictJob:
     """Predict ``part`` of the task: one client's test or validation images, or a stretch of the whole test set.
 
@@ -73,7 +78,7 @@ class PredictJob:
     private: StateRef | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClientReport:
     """What the driver learns of one trained client; its tensors go to the server in a ``Packet``."""
 
@@ -87,7 +92,7 @@ class ClientReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """Predicted class ids of one job; ``own``: among the classes that the client whose image it is has."""
 
@@ -104,6 +109,38 @@ class Packet:
     clients: tuple[int, ...]
     folded: ExactSum | None = None
     items: tuple[tuple[int, int, bytes], ...] = ()
+
+
+@dataclass(slots=True)
+class _Packing:
+    """Updates of one call as they come: added up a few at a time, or kept apart."""
+
+    total: ExactSum
+    clients: list[int] = field(default_factory=list)
+    items: list[tuple[int, int, bytes]] = field(default_factory=list)
+    pending: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def add(self, phase: Phase, report: ClientReport, payload: Payload) -> None:
+        """Take one update."""
+        self.clients.append(report.client_id)
+        if phase.needs_all or payload.extras:
+            self.items.append((report.client_id, report.num_examples, codec.encode(payload)))
+        elif payload.params is not None:
+            weight = report.num_examples if phase.weight == "examples" else int(report.num_examples > 0)
+            self.pending.append((payload.params, weight))
+            if len(self.pending) * payload.params.numel() >= FOLDED_AT_ONCE:
+                self._fold()
+
+    def packet(self, round_ref: RoundRef) -> Packet:
+        """All of them."""
+        self._fold()
+        folded = None if self.items else self.total
+        return Packet(round_ref, tuple(self.clients), folded, tuple(self.items))
+
+    def _fold(self) -> None:
+        if self.pending:
+            self.total.add(torch.stack([delta for delta, _ in self.pending]), [weight for _, weight in self.pending])
+            self.pending.clear()
 
 
 @dataclass(slots=True)
@@ -178,6 +215,8 @@ class ClientWorker:
         self._images: OrderedDict[tuple[str, int], ArrayImages] = OrderedDict()
         self._round: RoundRef | None = None
         self._received = Payload()
+        self._before = torch.empty(0)
+        """The shared parameters every client starts from."""
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
         self._texts: dict[str, Tensor] = {}
         self._pieces: dict[str, tuple[str, Tensor]] = {}
@@ -196,17 +235,17 @@ class ClientWorker:
         """
         self._receive(broadcast, pieces)
         outcomes: list[ClientReport | ClientFailure] = []
-        good: list[tuple[ClientReport, Payload]] = []
+        packing = _Packing(ExactSum.zeros(self._before.numel()))
         for job in jobs:
             try:
                 report, payload = self._train_one(job)
-                good.append((report, payload))
+                packing.add(job.phase, report, payload)
                 outcomes.append(report)
             except StorageError:  # not the client's trouble but the run's
                 raise
             except Exception as error:
                 outcomes.append(failure(broadcast.round, job.client_id, error))
-        return tuple(outcomes), self._pack(broadcast.round, jobs[0].phase, good)
+        return tuple(outcomes), packing.packet(broadcast.round)
 
     def predict(
         self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece
@@ -232,6 +271,8 @@ class ClientWorker:
             kept = {"frozen", "shared"} if _same(received.params, self._received.params) else {"frozen"}
             self._classes = {key: value for key, value in self._classes.items() if key[0] in kept}
             self._received, self._texts = received, codec.decode(broadcast.texts).extras
+            before = self.bench.initial[Scope.SHARED] if received.params is None else received.params
+            self._before = before.to(self.bench.device, copy=True)
             self._round = broadcast.round
 
     def _with_pieces(self, received: Payload, broadcast: Broadcast, pieces: Sequence[Piece]) -> Payload:
@@ -249,8 +290,7 @@ class ClientWorker:
     def _load(self, private: StateRef | None) -> ClientState:
         """Put the received shared and one client's private parameters (initial ones for None) into the model."""
         parameters, initial = self.bench.parameters, self.bench.initial
-        shared = self._received.params
-        parameters[Scope.SHARED].write(initial[Scope.SHARED] if shared is None else shared)
+        parameters[Scope.SHARED].write(self._before)
         state = self._store.load(private) if private else ClientState(initial[Scope.PRIVATE])
         parameters[Scope.PRIVATE].write(state.private)
         return state
@@ -258,18 +298,16 @@ class ClientWorker:
     def _train_one(self, job: TrainJob) -> tuple[ClientReport, Payload]:
         started = time.perf_counter()
         state = self._load(job.private)
-        received = self._received.params
-        before = self.bench.initial[Scope.SHARED] if received is None else received
         result = self.bench.method.client_step(self.bench.model, self._local_job(job, state))
-        payload = self._upload(job.phase, before, result)
+        payload = self._upload(job.phase, result)
         count = result.report.examples if result.report.steps else 0
-        self._refuse_bad(job, payload, count)
-        self._refuse_bad_private()
-        scored = self._score_trained(job) if job.score else None
-        saved = self._stage(job, ClientState(self.bench.parameters[Scope.PRIVATE].read(), result.keep))
         metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
         if payload.params is not None:
             metrics["update_norm"] = float(torch.linalg.vector_norm(payload.params))
+        self._refuse_bad(job, payload, count, metrics.get("update_norm", 0.0))
+        self._refuse_bad_private()
+        scored = self._score_trained(job) if job.score else None
+        saved = self._stage(job, result.keep)
         size = codec.encoded_size(payload)
         seconds = time.perf_counter() - started
         return ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds), payload
@@ -301,21 +339,23 @@ class ClientWorker:
         setting = self.options.data.augment
         return setting == "crop_flip" or (setting == "auto" and self.bench.backbone.image_size > 64)
 
-    def _upload(self, phase: Phase, before: Tensor, result: ClientResult) -> Payload:
-        if not phase.uploads or not before.numel():
+    def _upload(self, phase: Phase, result: ClientResult) -> Payload:
+        values = self.bench.parameters[Scope.SHARED].data
+        if not phase.uploads or not values.numel():
             return Payload(None, result.upload)
-        return Payload((self.bench.parameters[Scope.SHARED].data - before.to(self.bench.device)).cpu(), result.upload)
+        return Payload((values - self._before).cpu(), result.upload)
 
-    def _refuse_bad(self, job: TrainJob, payload: Payload, count: int) -> None:
+    def _refuse_bad(self, job: TrainJob, payload: Payload, count: int, norm: float) -> None:
         phase = job.phase
         shared = self.bench.initial[Scope.SHARED].numel()
         wire = [f for f in self.bench.method.wire(self.bench.view) if f.direction == "up" and f.phase == phase.name]
         view = self.bench.view
         sizes = {"P": view.num_proxy, "C": len(view.classes), "D": self.bench.backbone.embed_dim, "N": count}
         sizes["R"] = len(self.task.clients[job.client_id].train)
-        share = float(count * self.options.cohort_size)
+        clients = self.options.clients.n if phase.cohort == "all" else self.options.cohort_size
+        share = float(count * clients)
         params = shared if phase.uploads and shared else None
-        if problem := update_problem(payload, wire, params=params, sizes=sizes, share=share):
+        if problem := update_problem(payload, wire, params=params, norm=norm, sizes=sizes, share=share):
             kind = NonFiniteError if out_of_range(payload, share) else ValueError
             raise kind(f"update refused: {problem}")
 
@@ -324,24 +364,13 @@ class ClientWorker:
         if private.numel() and not bool(torch.isfinite(private).all()):
             raise NonFiniteError("update refused: private parameters are not finite")
 
-    def _stage(self, job: TrainJob, state: ClientState) -> StateRef | None:
+    def _stage(self, job: TrainJob, keep: dict[str, Tensor]) -> StateRef | None:
         assert self._round is not None
-        if not job.phase.private or (not state.private.numel() and not state.extras):
+        private = self.bench.parameters[Scope.PRIVATE]
+        if not job.phase.private or (not private.data.numel() and not keep):
             return None
+        state = ClientState(private.read(), keep)
         return self._store.stage(job.client_id, f"r{self._round.round_index:05d}-{job.phase.name}", state)
-
-    def _pack(self, round_ref: RoundRef, phase: Phase, good: Sequence[tuple[ClientReport, Payload]]) -> Packet:
-        clients = tuple(report.client_id for report, _ in good)
-        keeps_apart = phase.needs_all or any(payload.extras for _, payload in good)
-        if keeps_apart:
-            items = tuple((r.client_id, r.num_examples, codec.encode(payload)) for r, payload in good)
-            return Packet(round_ref, clients, items=items)
-        total = ExactSum.zeros(self.bench.initial[Scope.SHARED].numel())
-        for report, payload in good:
-            if payload.params is not None:
-                weight = report.num_examples if phase.weight == "examples" else int(report.num_examples > 0)
-                total.add(payload.params, weight)
-        return Packet(round_ref, clients, folded=total)
 
     # Prediction
 

@@ -13,18 +13,24 @@ from rayfed.messages import Payload, WireField
 
 
 def update_problem(
-    payload: Payload, wire: Sequence[WireField], *, params: int | None, sizes: Mapping[str, int], share: float
+    payload: Payload,
+    wire: Sequence[WireField],
+    *,
+    params: int | None,
+    sizes: Mapping[str, int],
+    share: float,
+    norm: float = math.inf,
 ) -> str | None:
     """Return why an upload is refused (keys, shapes, types, finite, size), or None for a good one.
 
     ``params``: how many shared parameters it must carry (None: none at all). ``sizes``: the symbols of the wire's
     shapes; of R the most rows there may be. ``share``: the client's weight times the number of clients; bounds what
-    exact sums can hold.
+    exact sums can hold. ``norm``: the length of the shared parameters; where that is in range, so is their largest.
     """
     wanted = {field.name: field for field in wire}
     if payload.extras.keys() != wanted.keys():
         return f"extras {sorted(payload.extras)} where {sorted(wanted)} are declared"
-    if problem := _params_problem(payload.params, params, share):
+    if problem := _params_problem(payload.params, params, norm, share):
         return problem
     sizes = {**sizes, "R": _rows(payload, wire, sizes.get("R", -1))}
     for name, tensor in payload.extras.items():
@@ -54,12 +60,14 @@ def _rows(payload: Payload, wire: Sequence[WireField], most: int) -> int:
     return -1
 
 
-def _params_problem(params: Tensor | None, wanted: int | None, share: float) -> str | None:
+def _params_problem(params: Tensor | None, wanted: int | None, norm: float, share: float) -> str | None:
     if wanted is None:
         return None if params is None else "shared parameters in a phase that uploads none"
     if params is None or tuple(params.shape) != (wanted,) or params.dtype is not torch.float32:
         shown = "missing" if params is None else f"{params.dtype} {list(params.shape)}"
         return f"shared delta is {shown} where float32 [{wanted}] is declared"
+    if norm * share < LIMIT:
+        return None
     size = largest(params)
     if not math.isfinite(size):
         return "shared delta is not finite"

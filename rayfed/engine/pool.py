@@ -45,14 +45,14 @@ class Sent:
         """What ``broadcast`` weighs."""
         return cls(broadcast.size, tuple((p.name, p.version, p.size) for p in broadcast.pieces))
 
-    def to(self, held: dict[str, str]) -> int:
-        """Bytes for a client that holds the versions ``held`` by name, which are brought up to date.
+    def news(self, held: dict[str, str]) -> int:
+        """Bytes of pieces for a client that holds the versions ``held`` by name, which are brought up to date.
 
         Counted by client, not by process, so that the figure does not depend on how many clients share an actor.
         """
         news = [(name, version, size) for name, version, size in self.pieces if held.get(name) != version]
         held.update((name, version) for name, version, _ in news)
-        return self.each + sum(size for _, _, size in news)
+        return sum(size for _, _, size in news)
 
 
 class Pool(Protocol):

@@ -21,7 +21,7 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import ImageSet, Task
 from rayfed.engine import actors
 from rayfed.engine.bench import novel_names, task_view
-from rayfed.engine.client import ClientWorker, PredictJob, TrainJob
+from rayfed.engine.client import ClientReport, ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export, Server
@@ -31,6 +31,8 @@ from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
 log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
+CALL_S = 0.05
+"""A call costs driver, actor and server milliseconds: jobs known to be quick are put together up to this."""
 NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
 PAUSE_S = 2.0
@@ -144,6 +146,7 @@ class RayPool:
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
+        self._worth = 1
         self._pieces: dict[tuple[str, str], Any] = {}
         self._current: tuple[tuple[str, str], ...] = ()
         self._server, ready = self._start_server()
@@ -323,22 +326,26 @@ class RayPool:
         """Keep every usable actor supplied; return whether anything was sent."""
         sent = False
         free = [slot for slot in self._slots if slot.usable and not self._has_straggler(slot)]
-        for slot in free:
-            while slot.busy < self._room and (jobs := self._next_jobs(slot)):
-                news = [key for key in self._current if key not in slot.held]
-                call = getattr(slot.actor, verb).options(num_returns=2)
-                report, packet = call.remote(broadcast, jobs, *(self._pieces[key] for key in news))
-                slot.held.update(news)
-                weight = self._room if jobs[0] in self._suspects else 1
-                self._waiting[report] = _Call(
-                    "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
-                )
-                slot.busy += weight
-                sent = True
+        for calls in range(self._room):  # everyone gets a first call before anyone gets a second
+            for slot in free:
+                if slot.busy <= calls and (jobs := self._next_jobs(slot, self._worth if verb == "train" else 1)):
+                    self._call(slot, verb, broadcast, jobs)
+                    sent = True
         return sent
 
-    def _next_jobs(self, slot: _Slot) -> list[Job]:
-        """A shrinking share of what is left: few calls at first, an even finish.
+    def _call(self, slot: _Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
+        news = [key for key in self._current if key not in slot.held]
+        call = getattr(slot.actor, verb).options(num_returns=2)
+        report, packet = call.remote(broadcast, jobs, *(self._pieces[key] for key in news))
+        slot.held.update(news)
+        weight = self._room if jobs[0] in self._suspects else 1
+        self._waiting[report] = _Call(
+            "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
+        )
+        slot.busy += weight
+
+    def _next_jobs(self, slot: _Slot, worth: int) -> list[Job]:
+        """A shrinking share of what is left, at least ``worth`` a call: few calls at first, an even finish.
 
         A job that was in a crash gets an idle actor to itself, so that it can take nobody along if it was the cause.
         """
@@ -347,7 +354,8 @@ class RayPool:
             return [self._singles.popleft()]
         source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
         left = sum(len(other.queue) for other in self._slots)
-        share = min(len(source.queue), math.ceil(left / (2 * self.num_workers)) if self._room > 1 else 1)
+        fair = math.ceil(left / self.num_workers)
+        share = min(len(source.queue), max(math.ceil(fair / 2), min(fair, worth)) if self._room > 1 else 1)
         take = source.queue.popleft if source is slot else source.queue.pop
         return [take() for _ in range(share)]
 
@@ -374,6 +382,8 @@ class RayPool:
 
     def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
         """Send the packet on to the server; outcomes count once it is there."""
+        if seconds := [outcome.seconds for outcome in outcomes if isinstance(outcome, ClientReport)]:
+            self._worth = math.ceil(CALL_S * len(seconds) / sum(seconds))
         outcomes = self._spare_memory(call, outcomes)
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
             return outcomes

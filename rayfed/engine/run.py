@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ SERVER_RESTARTS = 3
 """How often one round is played again because the server died."""
 
 
-@dataclass(slots=True)
+@dataclass
 class RoundRecord:
     """What happened in a round: reproducible figures only (``seconds`` and ``retried`` go to timing.json)."""
 
@@ -118,7 +118,7 @@ class Federation:
             started = time.perf_counter()
             record = self._surviving(lambda index=index: self._round(index))  # type: ignore[misc]
             self.seconds.append(time.perf_counter() - started)
-            self.history.append(asdict(record))
+            self.history.append(dict(vars(record)))
             self._save(index)
             self.observer.round_done(record, self.seconds[-1])
 
@@ -163,9 +163,10 @@ class Federation:
 
     def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
         broadcast, sent = self.pool.begin(record.round, phase)
-        for client in cohort:
+        record.bytes_down += sent.each * len(cohort)
+        for client in cohort if sent.pieces else ():
             held = dict(self.held.get(client, {}))
-            record.bytes_down += sent.to(held)
+            record.bytes_down += sent.news(held)
             self.held[client] = held
         jobs = [TrainJob(c, len(self.task.clients[c].train), phase, self.private.get(c), score) for c in cohort]
         reports, failures = self._train(record.round, broadcast, jobs)

@@ -7,7 +7,6 @@ import logging
 import platform
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class Observers:
 
     def round_done(self, record: RoundRecord, seconds: float) -> None:
         """See ``Observer``."""
-        files.append_record(self.out, asdict(record))
+        files.append_record(self.out, vars(record))
         self._harmless("console", lambda: self.console.round_done(record, seconds))
         if self._mlflow is not None:
             self._mlflow.round_done(record, seconds)

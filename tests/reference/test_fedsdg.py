@@ -184,7 +184,7 @@ def run_server(options, task, deltas, counts):
         )
     else:
         for delta, count in zip(deltas, counts, strict=True):
-            folded.add(delta, count if phase.weight == "examples" else 1)
+            folded.add(delta.unsqueeze(0), [count if phase.weight == "examples" else 1])
     context = server._context(0, tuple(range(len(deltas))))
     updates = Updates(folded, items, equal=phase.weight == "equal")
     return start, method.server_step(server.bench.model, server.state, updates, context).shared, context.figures

@@ -22,13 +22,23 @@ def test_order_and_grouping_do_not_change_a_bit():
     for order in itertools.islice(itertools.permutations(range(7)), 0, 5040, 501):
         left, right = ExactSum.zeros(1000), ExactSum.zeros(1000)
         for place, k in enumerate(order):
-            (left if place % 3 else right).add(deltas[k], weights[k])
+            (left if place % 3 else right).add(deltas[k].unsqueeze(0), [weights[k]])
         right.merge(left)
         assert torch.equal(right.mean(), expected)
     # Float sums do differ between orders: the test above would notice them.
     plain = sum(w * d for w, d in zip(weights, deltas, strict=True))
     turned = sum(w * d for w, d in zip(weights[::-1], deltas[::-1], strict=True))
     assert not torch.equal(plain, turned)
+
+
+def test_several_at_once_are_the_same_as_one_by_one():
+    deltas, weights = clients()
+    deltas = [delta * 10.0**-k for k, delta in enumerate(deltas)]  # down to what a sum no longer resolves
+    together = ExactSum.zeros(1000)
+    together.add(torch.stack(deltas), weights)
+    wide = sum(w * (d.double() * 2.0**40).round() for w, d in zip(weights, deltas, strict=True))
+    assert torch.equal(together.total, wide.long()) and together.weight == sum(weights)
+    assert torch.equal(together.mean(), weighted_mean(deltas, weights))
 
 
 def test_mean_is_the_weighted_mean():
@@ -45,9 +55,9 @@ def test_zero_weight_counts_nothing_and_no_weight_gives_zeros():
 
 def test_a_sum_that_could_overflow_is_refused_and_left_as_it_was():
     total = ExactSum.zeros(2)
-    total.add(torch.ones(2), 10)
+    total.add(torch.ones(1, 2), [10])
     before = total.total.clone()
     for bad in (torch.tensor([LIMIT, 0.0]), torch.tensor([float("nan"), 0.0]), torch.tensor([float("inf"), 0.0])):
         with pytest.raises(OverflowError):
-            total.add(bad, 1)
+            total.add(torch.stack([torch.ones(2), bad]), [1, 1])
     assert torch.equal(total.total, before) and total.weight == 10
