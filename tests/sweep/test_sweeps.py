@@ -28,6 +28,7 @@ LITTLE = ["clients.n=2", "rounds=2", "train.epochs=1", "data.proxy=4"]
 SHAPES = [*LITTLE, "data.shots=1", "data.test_shots=1", "partition.alpha=1"]
 LOCAL = ["engine.pool=local", "tune.concurrent=1"]
 """One trial process after another, which is one process: a process costs five CPU seconds of imports."""
+RATES = (1e9, 1e-3, 1e-2, 1e-4, 3e-4, 3e-3, 1e-5, 3e-5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,11 +69,11 @@ def mlflow_runs(uri, experiment="rayfed"):
 
 @pytest.fixture(scope="module")
 def swept(pictures, tmp_path_factory, ray_session):
-    """Three learning rates, the first of which runs away, on pictures with awkward class names and a fresh store."""
+    """Eight learning rates, the first of which runs away, four at a time into a fresh store, on awkward class names."""
     out = tmp_path_factory.mktemp("sweep") / "réś ults"
-    words = [*LITTLE, *LOCAL, "data=folder", f"data.root={pictures}", "partition=iid", "data.val=0.3"]
-    rates = "train.lr=grid(1e9,1e-3,1e-2)"
-    assert main(["method=fedlora", rates, "tune.scheduler=asha", "tune.grace=1", f"out={out}", *words]) == 0
+    words = [*LITTLE, "engine.pool=local", "data=folder", f"data.root={pictures}", "partition=iid", "data.val=0.3"]
+    tuned = [f"train.lr=grid({','.join(map(str, RATES))})", "tune.scheduler=asha", "tune.grace=1", "tune.concurrent=4"]
+    assert main(["method=fedlora", *tuned, f"out={out}", *words]) == 0
     return out, f"sqlite:///{out.as_posix()}/mlflow.db"
 
 
@@ -81,7 +82,7 @@ def test_a_diverged_trial_ranks_last_and_is_marked(swept):
     rows = trials(out)
     assert list(rows)[-1] == 0 and rows[0]["state"] == "diverged" and rows[0]["val/personal_acc"] == "n/a"
     assert "NonFiniteError" in rows[0]["error"]
-    assert {rows[1]["state"], rows[2]["state"]} <= {"finished", "stopped"}
+    assert {row["state"] for index, row in rows.items() if index} <= {"finished", "stopped"} and len(rows) == 8
     best = next(iter(rows.values()))
     assert best["state"] == "finished" and best["rounds"] == "2"
 
@@ -100,14 +101,14 @@ def test_mlflow_has_a_parent_and_a_child_per_trial(swept):
     (parent,) = parents
     assert parent.info.status == "FINISHED" and parent.data.params["tune.scheduler"] == "asha"
     assert {child.data.tags["mlflow.parentRunId"] for child in children} == {parent.info.run_id}
-    assert sorted(child.data.tags["rayfed.trial"] for child in children) == ["00000", "00001", "00002"]
+    assert sorted(child.data.tags["rayfed.trial"] for child in children) == [f"{i:05d}" for i in range(8)]
     assert {child.info.status for child in children} == {"FINISHED"}
     states = {int(c.data.tags["rayfed.trial"]): c.data.tags["rayfed.state"] for c in children}
     assert states == {index: row["state"] for index, row in trials(out).items()}
     for child in children:
         assert all(math.isfinite(v) and abs(v) < 1e300 for v in child.data.metrics.values())
         index = int(child.data.tags["rayfed.trial"])
-        assert float(child.data.params["train.lr"]) == (1e9, 1e-3, 1e-2)[index]
+        assert float(child.data.params["train.lr"]) == RATES[index]
     artifacts = {f.path for f in client.list_artifacts(parent.info.run_id)}
     assert artifacts >= {"best.yaml", "trials.csv", "plots"}
 
@@ -149,6 +150,17 @@ def test_all_failed_is_a_failure_with_the_first_line_of_each(tmp_path, capsys, r
     assert not (out / "best.yaml").exists()
     _, parents, children = mlflow_runs(f"sqlite:///{out.as_posix()}/mlflow.db")
     assert {r.info.status for r in [*parents, *children]} == {"FAILED"} and len(children) == 3
+
+
+def test_all_diverged_is_a_failure_with_the_first_line_of_each(tmp_path, capsys, ray_session):
+    out = tmp_path / "diverged"
+    words = ["method=fedlora", "train.lr=grid(1e9,1e10)", "tracking.enabled=false", f"out={out}"]
+    assert main([*words, *SHAPES, *LOCAL]) == 1
+    printed = capsys.readouterr()
+    assert "no valid trial: 0 of 2 finished" in printed.err
+    assert all(f"trial {index} diverged: " in printed.out for index in range(2)) and "not finite" in printed.out
+    assert [row["state"] for row in trials(out).values()] == ["diverged", "diverged"]
+    assert not (out / "best.yaml").exists()
 
 
 @pytest.mark.parametrize(("fail", "status"), [("all", 0), ("any", 1)])
