@@ -63,3 +63,15 @@ class StorageError(CheckpointError):
     """A state cannot be written (a full disk): the run stops, what was saved before is whole."""
 
     exit_code = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def kind_and_line(error: BaseException, limit: int = 500) -> str:
+    """The type and the first line of ``error``, at most ``limit`` characters."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:limit]

@@ -23,7 +23,7 @@ from rayfed.backbones.base import Backbone, Preprocessing, Tokenizer
 from rayfed.backbones.files import read_weights, write_weights
 from rayfed.backbones.hub import impatient_hub
 from rayfed.backbones.projection import expose_projection, original_state_dict
-from rayfed.errors import BackboneError
+from rayfed.errors import BackboneError, first_line
 from rayfed.rng import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _tokenizer_of(name: str) -> Tokenizer:
             tokenizer: Tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:  # the transformers library raises many kinds
         raise BackboneError(
-            f"The tokenizer of backbone {name!r} cannot be loaded ({_first_line(error)}); it is fetched from the "
+            f"The tokenizer of backbone {name!r} cannot be loaded ({first_line(error)}); it is fetched from the "
             "Hugging Face hub, so connect once or choose a backbone with the built-in tokenizer."
         ) from error
     return tokenizer
@@ -201,7 +201,7 @@ def _build(name: str, config: Mapping[str, Any]) -> CustomTextCLIP:
             return CustomTextCLIP(**wanted)
         except OSError as error:  # a Hugging Face text tower fetches its configuration
             raise BackboneError(
-                f"Backbone {name!r} cannot be built ({_first_line(error)}); its text tower's configuration is fetched "
+                f"Backbone {name!r} cannot be built ({first_line(error)}); its text tower's configuration is fetched "
                 "from the Hugging Face hub, so connect once or choose another backbone."
             ) from error
 
@@ -212,7 +212,7 @@ def _load_tag(model: nn.Module, name: str, tag: str) -> None:
             path = download_pretrained(open_clip.get_pretrained_cfg(name, tag))
     except Exception as error:  # download errors of three libraries
         raise BackboneError(
-            f"Weights {tag!r} of backbone {name!r} cannot be fetched ({_first_line(error)}); connect to the network, "
+            f"Weights {tag!r} of backbone {name!r} cannot be fetched ({first_line(error)}); connect to the network, "
             "or fetch the file elsewhere and set backbone.checkpoint to it."
         ) from error
     open_clip.load_checkpoint(model, path, strict=True, weights_only=True)
@@ -337,8 +337,3 @@ def _name_of(stored: Mapping[str, Any], saved_name: Any) -> str | None:
         if config is not None and not _differences(stored, config):
             return str(candidate)
     return candidates[0] if candidates else None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

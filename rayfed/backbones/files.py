@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rayfed.errors import BackboneError
+from rayfed.errors import BackboneError, first_line
 
 SETTINGS_KEY = "rayfed_settings"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -83,7 +83,7 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise BackboneError(
             f"Checkpoint {str(file)!r} is damaged or holds more than tensors ({reason}); "
             "save its state dict alone, best as safetensors."

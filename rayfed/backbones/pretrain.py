@@ -32,7 +32,7 @@ from rayfed.backbones.tiny import MEAN, STD, HashTokenizer, build_tiny
 from rayfed.data.idx import FASHION_CLASSES, load_fashion_mnist
 from rayfed.data.images import content_hashes, resize_rgb
 from rayfed.data.shapes import DOMAINS, class_names, render
-from rayfed.errors import OptionError, RayfedError
+from rayfed.errors import OptionError, RayfedError, first_line
 from rayfed.rng import derive_seed, numpy_generator
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an assertion where torch was built without CUDA
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise OptionError(f"Device {device!r} cannot be used ({reason}); use device=cpu.") from error
 
 

@@ -16,7 +16,7 @@ from rayfed.backbones.base import Backbone, Preprocessing
 from rayfed.backbones.clip import check_fit, triple
 from rayfed.backbones.files import read_weights
 from rayfed.backbones.hub import impatient_hub
-from rayfed.errors import BackboneError
+from rayfed.errors import BackboneError, first_line
 from rayfed.rng import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _create(name: str, pretrained: str) -> nn.Module:
         except Exception as error:  # download errors of three libraries
             if pretrained == "none":
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise BackboneError(
                 f"Weights {pretrained!r} of backbone {name!r} cannot be loaded ({reason}); connect to the network, "
                 "or fetch the file elsewhere and set backbone.checkpoint to it."

@@ -25,7 +25,7 @@ from rayfed.engine.client import ClientReport, ClientWorker, PredictJob, TrainJo
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export, Server
-from rayfed.errors import RayfedError, ResourceError
+from rayfed.errors import RayfedError, ResourceError, first_line
 from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
 
 log = logging.getLogger("rayfed")
@@ -221,7 +221,7 @@ class RayPool:
                 raise error.cause from None
             raise
         except self._ray.exceptions.RayActorError as error:
-            raise ResourceError(f"the server actor died while starting ({_first_line(error)}).") from error
+            raise ResourceError(f"the server actor died while starting ({first_line(error)}).") from error
 
     # Server
 
@@ -233,7 +233,7 @@ class RayPool:
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
         except self._ray.exceptions.RayActorError as error:
-            raise ServerLost(f"the server actor died ({_first_line(error)})") from error
+            raise ServerLost(f"the server actor died ({first_line(error)})") from error
 
     def begin(self, round_index: int, phase: Phase) -> tuple[Any, Sent]:
         """Open a phase; workers read the broadcast from the object store, once per node.
@@ -447,7 +447,7 @@ class RayPool:
     def _recover(self, call: _Call, error: Exception, *, input_lost: bool = False) -> Outcomes:
         """A worker died (in its setup or at work), a packet or the broadcast was lost, or the server died."""
         if (call.kind == "delivery" or input_lost) and self._server_is_dead():
-            raise ServerLost(f"the server actor died ({_first_line(error)})") from error
+            raise ServerLost(f"the server actor died ({first_line(error)})") from error
         if call.kind == "setup":
             self._count_failed_start(call.slot, error)
         if call.kind != "delivery" and call.slot.actor is call.actor and not call.slot.retired:
@@ -458,7 +458,7 @@ class RayPool:
         again = [job for job in call.jobs if self._may_retry(job, moved=moved)]
         self._singles.extend(again)
         lost = [job for job in call.jobs if job not in again]
-        what = _reason(self._ray, error), _first_line(error), self._options.engine.retries + 1
+        what = _reason(self._ray, error), first_line(error), self._options.engine.retries + 1
         return tuple(ClientFailure(RoundRef(-1, "", -1), job.client_id, *what) for job in lost)
 
     def _count_failed_start(self, slot: _Slot, error: Exception) -> None:
@@ -467,7 +467,7 @@ class RayPool:
             slot.retired = True
             if all(other.retired for other in self._slots):
                 raise ResourceError(
-                    f"no client actor can be started ({_reason(self._ray, error)}: {_first_line(error)})."
+                    f"no client actor can be started ({_reason(self._ray, error)}: {first_line(error)})."
                 )
 
     def _server_is_dead(self) -> bool:
@@ -493,10 +493,6 @@ class RayPool:
 
 def _start(job: Job) -> int:
     return job.start if isinstance(job, PredictJob) else 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _reason(ray: Any, error: Exception) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rayfed.errors import kind_and_line
 from rayfed.sweep.ledger import Ledger, Trial
 from rayfed.sweep.space import as_text
-from rayfed.tracking.mlflow import connect, first_line, log_params, note_run, saved_run
+from rayfed.tracking.mlflow import connect, log_params, note_run, saved_run
 
 log = logging.getLogger("rayfed")
 PARENT = "mlflow.parentRunId"
@@ -95,4 +96,4 @@ class SweepStore:
         except Exception as error:  # whatever a tracking store raises must not end a sweep
             if not self._warned:
                 self._warned = True
-                log.warning("MLflow at %s failed (%s); the sweep goes on", self.uri, first_line(error))
+                log.warning("MLflow at %s failed (%s); the sweep goes on", self.uri, kind_and_line(error, 200))

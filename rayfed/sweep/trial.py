@@ -18,7 +18,7 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine import actors
 from rayfed.engine.resources import Plan
-from rayfed.errors import DivergedError, NonFiniteError
+from rayfed.errors import DivergedError, NonFiniteError, kind_and_line
 from rayfed.sweep.request import Request
 from rayfed.sweep.search import ROUND, SCORE, WORST
 
@@ -72,10 +72,10 @@ class _Trial:
             except (DivergedError, NonFiniteError) as error:
                 self.score = WORST[self.setup.request.tune.mode]
                 self.rounds += 1
-                return self._report("diverged", _first_line(error))
+                return self._report("diverged", kind_and_line(error))
             except Exception as error:
                 traceback.print_exc(file=file)
-                return {ROUND: self.rounds, "state": "failed", "error": _first_line(error)}
+                return {ROUND: self.rounds, "state": "failed", "error": kind_and_line(error)}
 
     def _run(self, file: TextIO) -> bool:
         from rayfed.experiment import Experiment
@@ -162,11 +162,6 @@ def _data_of(options: RunOptions) -> tuple[Any, ...]:
     """What a task is made from."""
     parts = options.data, options.task, options.partition, options.backbone.name
     return *parts, options.clients.n, options.seed, options.method.uses_proxy()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:500]
 
 
 @contextlib.contextmanager

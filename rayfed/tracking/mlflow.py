@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from rayfed.engine.run import RoundRecord
 from rayfed.engine.store import write_whole
+from rayfed.errors import kind_and_line
 from rayfed.tracking.names import NameTable
 
 log = logging.getLogger("rayfed")
@@ -145,7 +146,9 @@ class MlflowSink:
                 if not self._warned:
                     self._warned = True
                     log.warning(
-                        "MLflow at %s failed (%s); the run goes on, local files are kept", self.uri, first_line(error)
+                        "MLflow at %s failed (%s); the run goes on, local files are kept",
+                        self.uri,
+                        kind_and_line(error, 200),
                     )
                 return False
             self._pending.popleft()
@@ -330,8 +333,3 @@ def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     while part := list(islice(rest, size)):
         yield part
-
-
-def first_line(error: Exception) -> str:
-    """Kind and first line of what a store raised."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
