@@ -167,15 +167,24 @@ def _panel(place: Any, request: Request, name: str, trials: Sequence[Trial], bes
             x = trial.point[name] if ordered else texts.index(as_text(trial.point[name]))
             ring = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.5, "s": 90, "zorder": 3}
             place.scatter([x], [100 * trial.score], label=label, **ring)
-    if parameter.kind == "loguniform" and trials:
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-        place.set_xscale("log")
-        place.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=6))
-        place.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        place.xaxis.set_minor_formatter(NullFormatter())
+    place.tick_params(axis="x", labelsize=8)
     if not ordered:
-        place.set_xticks(range(len(texts)), texts, fontsize=8)
+        place.set_xticks(range(len(texts)), texts)
+    elif parameter.kind in LISTS:
+        values = sorted({t.point[name] for t in trials})
+        place.set_xticks(values, [as_shown(value) for value in values])
+    elif parameter.kind == "loguniform" and trials:
+        _logarithmic(place, [t.point[name] for t in trials])
+
+
+def _logarithmic(place: Any, values: Sequence[float]) -> None:
+    """Label decades, and where there are few of them three times each too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    place.set_xscale("log")
+    place.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if max(values) < 300 * min(values) else (1.0,)))
+    place.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    place.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _baseline(request: Request, trials: Sequence[Trial]) -> Trial | None:
