@@ -68,7 +68,7 @@ def trials(name: str) -> list[Point]:
 
 def parameters(row: Point) -> Point:
     """The searched options a trial had."""
-    return {key: value for key, value in row.items() if "." in key and value}
+    return {key: value for key, value in row.items() if "." in key and value not in {"", "n/a"}}
 
 
 def points(name: str) -> dict[str, Point]:
