@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 SWEEP = ("tune.samples=16", "tune.scheduler=asha", "data.val_shots=8", "data.test_shots=2")
 GRACE = {"feddtl": ("tune.grace=6",)}
-DEFAULT, FOUND = "paper's defaults", "found"
+DEFAULT, FOUND = "defaults", "found"
 Point = dict[str, str]
 
 
