@@ -31,8 +31,9 @@ from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
 log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
-CALL_S = 0.05
-"""A call costs driver, actor and server milliseconds: jobs known to be quick are put together up to this."""
+CALL_S, LAST_CALLS = 0.05, 5
+"""A call costs driver, actor and server milliseconds, so jobs known to be quick are put together up to this many seconds;
+the last calls may be so many times shorter, for an even finish."""
 NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
 PAUSE_S = 2.0
@@ -355,7 +356,8 @@ class RayPool:
         source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
         left = sum(len(other.queue) for other in self._slots)
         fair = math.ceil(left / self.num_workers)
-        share = min(len(source.queue), max(math.ceil(fair / 2), min(fair, worth)) if self._room > 1 else 1)
+        share = max(math.ceil(fair / 2), min(fair, worth), worth // LAST_CALLS) if self._room > 1 else 1
+        share = min(len(source.queue), share)
         take = source.queue.popleft if source is slot else source.queue.pop
         return [take() for _ in range(share)]
 
