@@ -32,8 +32,10 @@ log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
 CALL_S, LAST_CALLS = 0.05, 5
-"""A call costs milliseconds all round: jobs known to be quick are put together up to so many seconds; the last calls may
-be so many times shorter, for an even finish."""
+"""A call costs milliseconds all round, so jobs known to be quick are put together up to so many seconds.
+
+The last calls may be so many times shorter, for an even finish.
+"""
 NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
 PAUSE_S = 2.0
