@@ -21,7 +21,10 @@ def adapted(rank=2, branches=("global", "local"), towers=TOWERS, dtype=torch.flo
     backbone = load_backbone("tiny").to(dtype)
     switch = Switch()
     scopes = {"global": Scope.SHARED, "local": Scope.PRIVATE}
-    attach_lora(backbone, switch, [Branch(b, scopes[b], rank, 4.0) for b in branches], targets=["all"], towers=towers)
+    chosen = [Branch(b, scopes[b], rank, 4.0) for b in branches]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attach_lora(backbone, switch, chosen, targets=["all"], towers=towers)
     backbone.to(dtype)
     generator = torch.Generator().manual_seed(0)
     for module in backbone.modules():
@@ -43,7 +46,7 @@ def merged(backbone, names):
     return plain
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
 def test_forward_equals_merged_weights_in_both_towers(dtype, tolerance):
     backbone, switch = adapted(dtype=dtype)
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
