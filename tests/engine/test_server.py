@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rayfed.aggregation.exact import ExactSum, weighted_mean
 from rayfed.engine.bench import task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.client import ClientReport, ClientWorker, TrainJob, _Packing
 from rayfed.engine.server import Server
 from rayfed.errors import RoundError
+from rayfed.messages import Payload, Phase, RoundRef
 
 METHOD = "method=tests.engine.faulty:Faulty"
 
@@ -102,3 +104,15 @@ def test_snapshot_and_restore_give_the_same_state(pair, small, task):
     assert other.state.version == server.state.version
     assert torch.equal(other.state.shared, server.state.shared)
     assert torch.equal(other.state.extras["teacher"], torch.arange(3.0))
+
+
+def test_a_packet_holds_every_update_however_many_are_added_up_at_once():
+    """66 of this size are added up together: 150 leave a remainder."""
+    generator = torch.Generator().manual_seed(0)
+    deltas = [torch.randn(1000, generator=generator) for _ in range(150)]
+    packing, phase = _Packing(ExactSum.zeros(1000)), Phase()
+    for client, delta in enumerate(deltas):
+        packing.add(phase, ClientReport(client, client % 7, 1, {}, 0, None, None, 0.0), Payload(delta))
+    packet = packing.packet(RoundRef(0, "train", 0))
+    assert packet.clients == tuple(range(150)) and packet.items == ()
+    assert torch.equal(packet.folded.mean(), weighted_mean(deltas, [client % 7 for client in range(150)]))
