@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayfed.data.long_tail import class_counts
 from rayfed.data.partition import Request, check_file, count_table, dirichlet_boost, divide, follow, read_file
 from rayfed.errors import DataError
+from tests.golden import manifest
 
 RULES = ["iid", "dirichlet", "dir_boost", "disjoint", "domain", "domain_dirichlet"]
 
@@ -30,6 +32,27 @@ def test_every_image_is_used_exactly_once(name: str, clients: int) -> None:
     assert len(parts) == clients
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1000))
     assert all(np.array_equal(part, np.sort(part)) and part.dtype == np.int64 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("dirichlet", "fmnist_LT noniid-labeldir n=20 beta=1 seed=1"),
+        ("dirichlet", "cifar100_LT noniid-labeldir n=20 beta=1 seed=1"),
+        ("iid", "fmnist_LT homo n=20"),
+    ],
+)
+def test_a_long_tail_is_divided_as_the_authors_recorded(name: str, recorded: str) -> None:
+    """Invariants: totals, everything assigned once. Their third rule puts test images into training: it is not made."""
+    record = manifest("fedpurel", "e_partition_invariants")["runs"][recorded]
+    largest, classes = (6000, 10) if recorded.startswith("fmnist") else (500, 100)
+    labels = np.repeat(np.arange(classes), class_counts(largest, classes, 0.01))
+    assert len(labels) == record["train_total"] == record["train_assigned"] and record["train_disjoint"]
+    parts = divide(name, Request(labels, np.zeros_like(labels), record["n_clients"], 1, alpha=1.0))
+    assert len(parts) == record["n_clients"]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    if name == "iid":
+        assert [min(map(len, parts)), max(map(len, parts))] == record["train_size_min_max"]
 
 
 @pytest.mark.parametrize("name", RULES)
