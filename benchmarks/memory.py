@@ -9,7 +9,6 @@ Prints memory after round 5 and after the last one, the peak, and the time to th
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.studies.cells import ENVIRONMENT
+
 WORDS = [
     "method=fedglad",
     "clients.n=10",
@@ -62,8 +62,7 @@ def main() -> None:
         out = Path(scratch) / "run"
         words = [*(sys.argv[2:] or WORDS), "tracking.enabled=false", f"rounds={rounds}", f"out={out}"]
         command = [sys.executable, "-m", "rayfed.run", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
         root, log = psutil.Process(run.pid), out / "metrics.jsonl"
         while run.poll() is None:
             done = log.read_text("utf-8").count("\n") if log.exists() else 0

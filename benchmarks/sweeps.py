@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.studies.cells import COMMON, ROOT, SEEDS, TUNING_SEED, Cell, Result, run_cell
+from benchmarks.studies.cells import COMMON, ENVIRONMENT, ROOT, SEEDS, TUNING_SEED, Cell, Result, run_cell
 from benchmarks.studies.tables import load, paired, spread
 
 RESULTS = ROOT / "benchmarks" / "results" / "sweeps"
@@ -50,8 +49,7 @@ def run_sweep(name: str) -> None:
         return
     out = ROOT / "outputs" / "sweeps" / name
     command = [sys.executable, "-m", "rayfed.tune", *sweep_words(name), *COMMON, f"out={out}", "resume=auto"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True)
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(out / "plots" / "parameters.png", target)
     shutil.copy(out / "trials.csv", target)

@@ -10,14 +10,13 @@ besides its values, about 100 bytes, which the closed form leaves out.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.studies.cells import COMMON, ROOT
+from benchmarks.studies.cells import COMMON, ENVIRONMENT, ROOT
 
 CLIENTS, IMAGES, CLASSES, PROXY, EMBEDDING = 4, 96, 96, 128, 64
 BLOCKS, WIDTH, MLP = 4, 128, 512
@@ -95,10 +94,8 @@ def measured(case: Case) -> tuple[float, float]:
     """Bytes down and up per client in the last round but one: FedPuReL's last is personal and sends nothing up."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [*case.words, *SETTING, f"rounds={ROUNDS}", "train.epochs=1", "eval.every=0", *COMMON, f"out={scratch}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [sys.executable, "-m", "rayfed.run", *words], cwd=ROOT, env=environment, check=True, capture_output=True
-        )
+        command = [sys.executable, "-m", "rayfed.run", *words]
+        subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
         record = json.loads((Path(scratch) / "metrics.jsonl").read_text("utf-8").splitlines()[-2])
     return record["bytes_down"] / CLIENTS, record["bytes_up"] / CLIENTS
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 TUNING_SEED = 100
 """Choices are made on validation images of this seed; nothing is reported for it."""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+"""Of a command that runs this checkout on one thread."""
 COMMON = ["engine.pool=local", "tracking.enabled=false"]
 Result = dict[str, Any]
 Pick = Callable[[Result], float | None]
@@ -72,8 +74,7 @@ def run_cell(cell: Cell, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         command = [sys.executable, "-m", *cell.command, *COMMON, f"out={out}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(cell.command)} failed:\n{done.stderr[-2000:]}")
         result = _result(cell, out)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from rayfed.adapters.scope import Scope
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import ImageSet, Task
-from rayfed.engine import actors
+from rayfed.engine import actors, dealing
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.client import ClientReport, ClientWorker, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
@@ -31,11 +31,6 @@ from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
 log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
 """Calls queued at an actor, so that it never waits for the driver."""
-CALL_S, LAST_CALLS = 0.05, 5
-"""A call costs milliseconds all round, so jobs known to be quick are put together up to so many seconds.
-
-The last calls may be so many times shorter, for an even finish.
-"""
 NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
 PAUSE_S = 2.0
@@ -348,7 +343,7 @@ class RayPool:
         slot.busy += weight
 
     def _next_jobs(self, slot: _Slot, worth: int) -> list[Job]:
-        """A shrinking share of what is left, at least ``worth`` a call: few calls at first, an even finish.
+        """A share of what is left; ``worth``: how many jobs make up a call that is worth its cost.
 
         A job that was in a crash gets an idle actor to itself, so that it can take nobody along if it was the cause.
         """
@@ -357,11 +352,9 @@ class RayPool:
             return [self._singles.popleft()]
         source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
         left = sum(len(other.queue) for other in self._slots)
-        fair = math.ceil(left / self.num_workers)
-        share = max(math.ceil(fair / 2), min(fair, worth), worth // LAST_CALLS) if self._room > 1 else 1
-        share = min(len(source.queue), share)
+        count = dealing.share(left, self.num_workers, worth) if self._room > 1 else 1
         take = source.queue.popleft if source is slot else source.queue.pop
-        return [take() for _ in range(share)]
+        return [take() for _ in range(min(count, len(source.queue)))]
 
     def _collect(self, reference: Any) -> Outcomes:
         """Take in something that is done; return the outcomes that are now complete."""
@@ -387,7 +380,7 @@ class RayPool:
     def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
         """Send the packet on to the server; outcomes count once it is there."""
         if seconds := [outcome.seconds for outcome in outcomes if isinstance(outcome, ClientReport)]:
-            self._worth = math.ceil(CALL_S * len(seconds) / sum(seconds))
+            self._worth = dealing.worth_a_call(seconds)
         outcomes = self._spare_memory(call, outcomes)
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
             return outcomes
