@@ -7,12 +7,18 @@ rounds give every runner's checksum.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from rayfed.engine import heap
+
+heap.load("torch")  # first, and as rayfed.run does
+
+# ruff: noqa: E402
 import common  # type: ignore[import-not-found]  # the comparison's own modules
 import numpy as np
 import torch
@@ -147,6 +153,7 @@ def main() -> None:
             options, task, Neutral(options.method), pool, Checkpoints(Path(scratch), keep=1, options={}), Clock(run),
             has_zero_shot=False,
         )  # fmt: skip
+        gc.freeze()  # as rayfed.run does
         run.mark()
         federation.play()
         params = list(pool.export().shared.values())

@@ -40,9 +40,9 @@ class ExactSum:
         sizes = deltas.abs().amax(1) if deltas.numel() else torch.zeros(len(weights))
         self._reserve(sum(size * weight for size, weight in zip(sizes.tolist(), weights, strict=True)))
         # Exact in float32: the factor is a power of two, and whatever then has a fraction is below 2**23.
-        for fixed, weight in zip((deltas * 2.0**FRACTION_BITS).round_().long(), weights, strict=True):
-            self.total.add_(fixed, alpha=weight)
-            self.weight += weight
+        fixed = (deltas * 2.0**FRACTION_BITS).round_().long()
+        self.total += fixed.mul_(torch.tensor(weights, dtype=torch.int64).unsqueeze(1)).sum(0)
+        self.weight += sum(weights)
 
     def merge(self, other: ExactSum) -> None:
         """Add another sum. Raises OverflowError as ``add`` does."""

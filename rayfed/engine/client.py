@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,121 +25,17 @@ from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import Task
 from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
+from rayfed.engine.jobs import ClientReport, Prediction, Predictions, PredictJob, TrainJob
+from rayfed.engine.packing import Packet, Packing, Update
 from rayfed.engine.policy import out_of_range, update_problem
 from rayfed.engine.store import ClientStore, StateRef
 from rayfed.errors import NonFiniteError, StorageError
-from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef
+from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef, WireField
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
 
 KEPT_SETS = 1024
 """Sets of images (train, val or test of one client) whose frozen features a worker keeps."""
-FOLDED_AT_ONCE = 2**16
-"""Numbers of small updates that are added up together: a call into torch costs as much as adding thousands."""
-Predictions = npt.NDArray[np.int32]
-STRETCH = 512
-"""Test images per job of a whole-test-set evaluation; fixed, so that batches are the same on any number of actors."""
-
-
-def stretches(total: int) -> Iterator[tuple[int, int]]:
-    """First and last place of the fixed stretches of ``total`` test images."""
-    for start in range(0, total, STRETCH):
-        yield start, min(start + STRETCH, total)
-
-
-# No slots in what crosses by the thousand: a frozen class with them pickles through slow Python code.
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    """Train one client; ``private`` is its saved state, ``score`` asks for its test predictions afterwards."""
-
-    client_id: int
-    cost: int
-    phase: Phase
-    private: StateRef | None = None
-    score: bool = False
-
-
-@dataclass(frozen=True)
-class PredictJob:
-    """Predict ``part`` of the task: one client's test or validation images, or a stretch of the whole test set.
-
-    "novel" is a stretch of the test images of novel classes, with those as candidates.
-    """
-
-    client_id: int
-    cost: int
-    view: Literal["zero_shot", "global", "personal"]
-    part: Literal["stretch", "test", "val", "novel"]
-    start: int = 0
-    stop: int = 0
-    private: StateRef | None = None
-
-
-@dataclass(frozen=True)
-class ClientReport:
-    """What the driver learns of one trained client; its tensors go to the server in a ``Packet``."""
-
-    client_id: int
-    num_examples: int
-    steps: int
-    metrics: dict[str, float]
-    bytes_up: int
-    state: StateRef | None
-    predictions: Predictions | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted class ids of one job; ``own``: among the classes that the client whose image it is has."""
-
-    job: PredictJob
-    classes: Predictions
-    own: Predictions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """Updates on their way to the server: folded into one exact sum, or ``(client_id, num_examples, message)`` each."""
-
-    round: RoundRef
-    clients: tuple[int, ...]
-    folded: ExactSum | None = None
-    items: tuple[tuple[int, int, bytes], ...] = ()
-
-
-@dataclass(slots=True)
-class _Packing:
-    """Updates of one call as they come: added up a few at a time, or kept apart."""
-
-    total: ExactSum
-    clients: list[int] = field(default_factory=list)
-    items: list[tuple[int, int, bytes]] = field(default_factory=list)
-    pending: list[tuple[Tensor, int]] = field(default_factory=list)
-
-    def add(self, phase: Phase, report: ClientReport, payload: Payload) -> None:
-        """Take one update."""
-        self.clients.append(report.client_id)
-        if phase.needs_all or payload.extras:
-            self.items.append((report.client_id, report.num_examples, codec.encode(payload)))
-        elif payload.params is not None:
-            weight = report.num_examples if phase.weight == "examples" else int(report.num_examples > 0)
-            self.pending.append((payload.params, weight))
-            if len(self.pending) * payload.params.numel() >= FOLDED_AT_ONCE:
-                self._fold()
-
-    def packet(self, round_ref: RoundRef) -> Packet:
-        """All of them."""
-        self._fold()
-        folded = None if self.items else self.total
-        return Packet(round_ref, tuple(self.clients), folded, tuple(self.items))
-
-    def _fold(self) -> None:
-        if self.pending:
-            self.total.add(torch.stack([delta for delta, _ in self.pending]), [weight for _, weight in self.pending])
-            self.pending.clear()
 
 
 @dataclass(slots=True)
@@ -219,6 +114,7 @@ class ClientWorker:
         """The shared parameters every client starts from."""
         self._classes: dict[tuple[object, ...], Tensor | None] = {}
         self._texts: dict[str, Tensor] = {}
+        self._wires: dict[str, tuple[WireField, ...]] = {}
         self._pieces: dict[str, tuple[str, Tensor]] = {}
         self._zero_shot: dict[ClassList, Tensor] = {}
         self._held = task.held_classes() if task.novel is not None else None
@@ -234,18 +130,17 @@ class ClientWorker:
         ``pieces`` are those of the broadcast that came without data and are not held here yet.
         """
         self._receive(broadcast, pieces)
-        outcomes: list[ClientReport | ClientFailure] = []
-        packing = _Packing(ExactSum.zeros(self._before.numel()))
+        packing = Packing(ExactSum.zeros(self._before.numel()), self._refusal)
         for job in jobs:
             try:
-                report, payload = self._train_one(job)
-                packing.add(job.phase, report, payload)
-                outcomes.append(report)
+                update = self._train_one(job)
             except StorageError:  # not the client's trouble but the run's
                 raise
             except Exception as error:
-                outcomes.append(failure(broadcast.round, job.client_id, error))
-        return tuple(outcomes), packing.packet(broadcast.round)
+                packing.outcomes.append(failure(broadcast.round, job.client_id, error))
+            else:
+                packing.add(update)
+        return packing.close(broadcast.round)
 
     def predict(
         self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece
@@ -292,25 +187,24 @@ class ClientWorker:
         parameters, initial = self.bench.parameters, self.bench.initial
         parameters[Scope.SHARED].write(self._before)
         state = self._store.load(private) if private else ClientState(initial[Scope.PRIVATE])
-        parameters[Scope.PRIVATE].write(state.private)
+        if parameters[Scope.PRIVATE].entries:
+            parameters[Scope.PRIVATE].write(state.private)
         return state
 
-    def _train_one(self, job: TrainJob) -> tuple[ClientReport, Payload]:
+    def _train_one(self, job: TrainJob) -> Update:
         started = time.perf_counter()
         state = self._load(job.private)
         result = self.bench.method.client_step(self.bench.model, self._local_job(job, state))
         payload = self._upload(job.phase, result)
-        count = result.report.examples if result.report.steps else 0
-        metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
-        if payload.params is not None:
-            metrics["update_norm"] = float(torch.linalg.vector_norm(payload.params))
-        self._refuse_bad(job, payload, count, metrics.get("update_norm", 0.0))
         self._refuse_bad_private()
         scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, result.keep)
+        count = result.report.examples if result.report.steps else 0
+        metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
         size = codec.encoded_size(payload)
         seconds = time.perf_counter() - started
-        return ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds), payload
+        report = ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds)
+        return Update(job, report, payload)
 
     def _local_job(self, job: TrainJob, state: ClientState) -> LocalJob:
         assert self._round is not None
@@ -345,19 +239,37 @@ class ClientWorker:
             return Payload(None, result.upload)
         return Payload((values - self._before).cpu(), result.upload)
 
-    def _refuse_bad(self, job: TrainJob, payload: Payload, count: int, norm: float) -> None:
-        phase = job.phase
-        shared = self.bench.initial[Scope.SHARED].numel()
-        wire = [f for f in self.bench.method.wire(self.bench.view) if f.direction == "up" and f.phase == phase.name]
+    def _refusal(self, update: Update, norm: float) -> ClientFailure | None:
+        """Why an update is no good; ``norm`` is the length of its shared parameters."""
+        phase, client, count = update.job.phase, update.job.client_id, update.report.num_examples
+        wire = self._wire_up(phase.name)
+        clients = self.options.clients.n if phase.cohort == "all" else self.options.cohort_size
+        share, shared = float(count * clients), self.bench.initial[Scope.SHARED].numel()
+        problem = update_problem(
+            update.payload,
+            wire,
+            params=shared if phase.uploads and shared else None,
+            norm=norm,
+            sizes=self._sizes(client, count) if wire else {},
+            share=share,
+        )
+        if problem is None:
+            return None
+        assert self._round is not None
+        kind = NonFiniteError if out_of_range(update.payload, share) else ValueError
+        return failure(self._round, client, kind(f"update refused: {problem}"))
+
+    def _wire_up(self, phase: str) -> tuple[WireField, ...]:
+        if phase not in self._wires:
+            wire = self.bench.method.wire(self.bench.view)
+            self._wires[phase] = tuple(f for f in wire if f.direction == "up" and f.phase == phase)
+        return self._wires[phase]
+
+    def _sizes(self, client_id: int, count: int) -> dict[str, int]:
+        """The symbols of the wire's shapes."""
         view = self.bench.view
         sizes = {"P": view.num_proxy, "C": len(view.classes), "D": self.bench.backbone.embed_dim, "N": count}
-        sizes["R"] = len(self.task.clients[job.client_id].train)
-        clients = self.options.clients.n if phase.cohort == "all" else self.options.cohort_size
-        share = float(count * clients)
-        params = shared if phase.uploads and shared else None
-        if problem := update_problem(payload, wire, params=params, norm=norm, sizes=sizes, share=share):
-            kind = NonFiniteError if out_of_range(payload, share) else ValueError
-            raise kind(f"update refused: {problem}")
+        return sizes | {"R": len(self.task.clients[client_id].train)}
 
     def _refuse_bad_private(self) -> None:
         private = self.bench.parameters[Scope.PRIVATE].data

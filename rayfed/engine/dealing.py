@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-CALL_S, LAST_CALLS = 0.05, 5
-"""A call costs milliseconds all round, so jobs known to be quick are put together up to so many seconds.
+WHOLE_S, LEAST_S = 0.025, 0.01
+"""A call costs milliseconds all round: what takes less is not divided further, and no call is made for less."""
+QUICK, SLOW = 7 / 8, 1 / 2
+"""What part of its due an actor gets in one call; many quick jobs come out even, a few slow ones may not."""
 
-The last calls may be so many times shorter, for an even finish.
-"""
-
-
-def worth_a_call(seconds: Sequence[float]) -> int:
-    """How many jobs like those that took ``seconds`` make up a call that is worth its cost."""
-    return math.ceil(CALL_S * len(seconds) / sum(seconds))
+ALIKE = 1.25
+"""Actors whose paces differ by less get equal shares: so much is chance."""
 
 
-def share(left: int, workers: int, worth: int) -> int:
-    """Jobs of the next call with ``left`` to be dealt: half of what is fair, or ``worth`` where that is fair."""
-    fair = math.ceil(left / workers)
-    return max(math.ceil(fair / 2), min(fair, worth), worth // LAST_CALLS)
+def share(left: int, pace: float, paces: Sequence[float]) -> int:
+    """Jobs of the next call to an actor that does ``pace`` jobs a second, with ``left`` to be dealt among all of them.
+
+    ``paces`` are those of all actors, 0 where it is not known. Quick jobs are dealt in proportion to them.
+    """
+    least = math.floor(LEAST_S * pace)
+    if least < 1 or min(paces) <= 0:
+        return math.ceil(math.ceil(left / len(paces)) * SLOW)
+    part = pace / sum(paces) if max(paces) > ALIKE * min(paces) else 1 / len(paces)
+    due = math.ceil(left * part)
+    return max(due if due <= WHOLE_S * pace else math.ceil(due * QUICK), least)

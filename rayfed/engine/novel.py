@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfed.data.task import Task
-from rayfed.engine.client import Prediction, Predictions, PredictJob, stretches
+from rayfed.engine.jobs import Prediction, Predictions, PredictJob, stretches
 from rayfed.engine.store import StateRef
 from rayfed.metrics.novel import harmonic_mean
 

@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine.bench import novel_names, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, Prediction, PredictJob, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, Prediction, PredictJob, TrainJob
 from rayfed.engine.server import Export, Server
 from rayfed.errors import RayfedError
 from rayfed.messages import Broadcast, ClientFailure, Phase, RoundRef

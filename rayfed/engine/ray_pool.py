@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rayfed.adapters.scope import Scope
 from rayfed.conf.options import RunOptions
-from rayfed.data.task import ImageSet, Task
+from rayfed.data.task import Task
 from rayfed.engine import actors, dealing
 from rayfed.engine.bench import novel_names, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, PredictJob, TrainJob
+from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
-from rayfed.engine.server import Export, Server
+from rayfed.engine.server import Export
+from rayfed.engine.shells import ClientActor, ServerActor
 from rayfed.errors import RayfedError, ResourceError, first_line
-from rayfed.messages import Broadcast, ClientFailure, Phase, Piece, RoundRef
+from rayfed.messages import ClientFailure, Phase, RoundRef
 
 log = logging.getLogger("rayfed")
 CALLS_IN_FLIGHT = 2
@@ -38,61 +38,12 @@ PAUSE_S = 2.0
 T = TypeVar("T")
 
 
-class _Shell:
-    """A Ray actor; data arrive by a call, so that a replacement is set up the same."""
-
-    def ping(self) -> bool:
-        """Answer, if alive."""
-        return True
-
-
-class _WorkerShell(_Shell):
-    """The Ray actor around a ``ClientWorker``."""
-
-    def setup(self, options: RunOptions, task: Task, states: Path) -> str:
-        """Build the worker; return its node. Raises ResourceError if other nodes would not see states saved here."""
-        self.__dict__.clear()  # the worker of an earlier run, before there are two
-        self._worker = ClientWorker(options, task, states)
-        run = states.parents[1]
-        if self._worker.bench.initial[Scope.PRIVATE].numel() and not run.is_dir():
-            import socket
-
-            raise ResourceError(
-                f"out={run} is not there on node {socket.gethostname()}: private client states must be on storage that "
-                "every node sees; set out= to a shared folder."
-            )
-        import ray
-
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
-
-    def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob], *pieces: Piece) -> Any:
-        """See ``ClientWorker.train``."""
-        return self._worker.train(broadcast, jobs, *pieces)
-
-    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece) -> Any:
-        """See ``ClientWorker.predict``."""
-        return self._worker.predict(broadcast, jobs, *pieces)
-
-
-class _ServerShell(_Shell):
-    """The Ray actor around the ``Server``."""
-
-    def setup(self, options: RunOptions, view: Any, proxy: ImageSet, novel: tuple[str, ...]) -> None:
-        """Build the server."""
-        self.__dict__.clear()
-        self._server = Server(options, view, proxy, novel)
-
-    def call(self, verb: str, *args: Any) -> Any:
-        """Run a method of the server."""
-        return getattr(self._server, verb)(*args)
-
-
 @dataclass(slots=True)
 class _Slot:
     """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good.
 
-    ``held``: the sticky fields (name, version) that were sent to this actor.
+    ``held``: the sticky fields (name, version) that were sent to this actor. ``pace``: ``trained`` clients in so many
+    ``seconds`` of the phase at hand, or before that of the last one; 0 where none is known.
     """
 
     actor: Any = None
@@ -100,9 +51,17 @@ class _Slot:
     held: set[tuple[str, str]] = field(default_factory=set)
     queue: deque[Job] = field(default_factory=deque)
     busy: int = 0
+    pace: float = 0.0
+    trained: int = 0
+    seconds: float = 0.0
     usable: bool = False
     retired: bool = False
     failed_starts: int = 0
+
+    def worked(self, seconds: Sequence[float]) -> None:
+        """Its actor trained clients, which took so many ``seconds`` each."""
+        self.trained, self.seconds = self.trained + len(seconds), self.seconds + sum(seconds)
+        self.pace = self.trained / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +103,6 @@ class RayPool:
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
-        self._worth = 1
         self._pieces: dict[tuple[str, str], Any] = {}
         self._current: tuple[tuple[str, str], ...] = ()
         self._server, ready = self._start_server()
@@ -158,7 +116,7 @@ class RayPool:
 
     def _start_server(self) -> tuple[Any, Any]:
         share = self._options.server
-        actor = actors.start(_ServerShell, share.cpu, share.gpu)
+        actor = actors.start(ServerActor, share.cpu, share.gpu)
         return actor, actor.setup.remote(self._options, self._view, self._proxy, self._novel)
 
     def _replacement(self) -> Any:
@@ -178,8 +136,8 @@ class RayPool:
     def _start_worker(self, slot: _Slot) -> None:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
         share = self._options.clients
-        actor = actors.start(_WorkerShell, share.cpu, share.gpu)
-        slot.actor, slot.busy, slot.usable, slot.held = actor, 0, False, set()
+        actor = actors.start(ClientActor, share.cpu, share.gpu)
+        slot.actor, slot.busy, slot.pace, slot.usable, slot.held = actor, 0, 0.0, False, set()
         ready = slot.actor.setup.remote(self._options, self._task, self._states)
         self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
 
@@ -288,6 +246,8 @@ class RayPool:
         usable = [slot for slot in self._slots if slot.usable]
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
+        for slot in self._slots:
+            slot.trained, slot.seconds = 0, 0.0
         self._deal(jobs)
         try:
             while self._send(verb, broadcast) or self._unfinished():
@@ -325,8 +285,9 @@ class RayPool:
         sent = False
         free = [slot for slot in self._slots if slot.usable and not self._has_straggler(slot)]
         for calls in range(self._room):  # everyone gets a first call before anyone gets a second
+            left = sum(len(slot.queue) for slot in self._slots)
             for slot in free:
-                if slot.busy <= calls and (jobs := self._next_jobs(slot, self._worth if verb == "train" else 1)):
+                if slot.busy <= calls and (jobs := self._next_jobs(slot, verb, left)):
                     self._call(slot, verb, broadcast, jobs)
                     sent = True
         return sent
@@ -334,7 +295,8 @@ class RayPool:
     def _call(self, slot: _Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
         news = [key for key in self._current if key not in slot.held]
         call = getattr(slot.actor, verb).options(num_returns=2)
-        report, packet = call.remote(broadcast, jobs, *(self._pieces[key] for key in news))
+        # A tuple: Ray would pack a list job by job.
+        report, packet = call.remote(broadcast, tuple(jobs), *(self._pieces[key] for key in news))
         slot.held.update(news)
         weight = self._room if jobs[0] in self._suspects else 1
         self._waiting[report] = _Call(
@@ -342,19 +304,23 @@ class RayPool:
         )
         slot.busy += weight
 
-    def _next_jobs(self, slot: _Slot, worth: int) -> list[Job]:
-        """A share of what is left; ``worth``: how many jobs make up a call that is worth its cost.
+    def _next_jobs(self, slot: _Slot, verb: Verb, left: int) -> list[Job]:
+        """The slot's share of the ``left`` jobs: its own first, then from the end of the longest queue.
 
         A job that was in a crash gets an idle actor to itself, so that it can take nobody along if it was the cause.
         """
         if self._singles and slot.busy == 0:
             self._suspects.add(self._singles[0])
             return [self._singles.popleft()]
-        source = slot if slot.queue else max(self._slots, key=lambda other: len(other.queue))
-        left = sum(len(other.queue) for other in self._slots)
-        count = dealing.share(left, self.num_workers, worth) if self._room > 1 else 1
-        take = source.queue.popleft if source is slot else source.queue.pop
-        return [take() for _ in range(min(count, len(source.queue)))]
+        paces = [other.pace if verb == "train" else 0.0 for other in self._slots if not other.retired]
+        count = dealing.share(left, slot.pace, paces) if self._room > 1 else 1
+        jobs: list[Job] = []
+        while len(jobs) < count and (source := slot if slot.queue else self._longest()).queue:
+            jobs.append(source.queue.popleft() if source is slot else source.queue.pop())
+        return jobs
+
+    def _longest(self) -> _Slot:
+        return max(self._slots, key=lambda slot: len(slot.queue))
 
     def _collect(self, reference: Any) -> Outcomes:
         """Take in something that is done; return the outcomes that are now complete."""
@@ -380,7 +346,7 @@ class RayPool:
     def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
         """Send the packet on to the server; outcomes count once it is there."""
         if seconds := [outcome.seconds for outcome in outcomes if isinstance(outcome, ClientReport)]:
-            self._worth = dealing.worth_a_call(seconds)
+            call.slot.worked(seconds)
         outcomes = self._spare_memory(call, outcomes)
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
             return outcomes
@@ -484,8 +450,8 @@ class RayPool:
         calls = {id(call.actor) for call in self._waiting.values()}
         for slot in self._slots:
             idle = slot.usable and id(slot.actor) not in calls
-            actors.end(slot.actor, _WorkerShell, client.cpu, client.gpu, idle=idle)
-        actors.end(self._server, _ServerShell, server.cpu, server.gpu, idle=True)
+            actors.end(slot.actor, ClientActor, client.cpu, client.gpu, idle=idle)
+        actors.end(self._server, ServerActor, server.cpu, server.gpu, idle=True)
 
 
 def _start(job: Job) -> int:

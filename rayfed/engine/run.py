@@ -24,7 +24,7 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine import evaluate
 from rayfed.engine.checkpoint import Checkpoints
-from rayfed.engine.client import ClientReport, Prediction, TrainJob
+from rayfed.engine.jobs import ClientReport, Prediction, TrainJob
 from rayfed.engine.pool import Pool, ServerLost
 from rayfed.engine.sampling import draw_cohort
 from rayfed.engine.store import StateRef

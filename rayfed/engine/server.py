@@ -23,7 +23,7 @@ from rayfed.comms import codec
 from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import ImageSet
 from rayfed.engine.bench import Bench
-from rayfed.engine.client import Packet
+from rayfed.engine.packing import Packet
 from rayfed.errors import RoundError
 from rayfed.messages import EVALUATION, Broadcast, ClientUpdate, Payload, Phase, Piece, RoundRef
 from rayfed.methods.base import FitReport, Group, Images, Items, Objective, TaskView, Updates

@@ -173,4 +173,4 @@ def test_interrupted_run_leaves_no_process_and_can_go_on(kind, ray_session, out)
 def workers() -> set[int]:
     """Process ids of client and server actors; some wait for the next test."""
     found = ((p.pid, " ".join(p.info["cmdline"] or [])) for p in psutil.process_iter(["cmdline"]))
-    return {pid for pid, line in found if "_WorkerShell" in line or "_ServerShell" in line}
+    return {pid for pid, line in found if "ClientActor" in line or "ServerActor" in line}

@@ -140,4 +140,4 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
 
 def servers() -> set[int]:
     found = psutil.process_iter(["cmdline"])
-    return {p.pid for p in found if any("_ServerShell" in word for word in p.info["cmdline"] or [])}
+    return {p.pid for p in found if any("ServerActor" in word for word in p.info["cmdline"] or [])}

@@ -37,7 +37,7 @@ def workers_by_node(cluster) -> Counter[str]:
     """How many client actors live on each node."""
     state = GlobalState()
     state._initialize_global_state(GcsClientOptions.create(cluster.gcs_address, None, True, True))
-    actors = [a for a in state.actor_table(None).values() if a["ActorClassName"] == "_WorkerShell"]
+    actors = [a for a in state.actor_table(None).values() if a["ActorClassName"] == "ClientActor"]
     return Counter(a["Address"]["NodeID"] for a in actors if a["State"] == "ALIVE")
 
 

@@ -112,7 +112,8 @@ def test_private_states_are_never_sent(small, task, tmp_path):
     """The packets of a phase hold shared deltas of the declared size and nothing as large as a private state."""
     from rayfed.comms import codec
     from rayfed.engine.bench import task_view
-    from rayfed.engine.client import ClientWorker, TrainJob
+    from rayfed.engine.client import ClientWorker
+    from rayfed.engine.jobs import TrainJob
     from rayfed.engine.server import Server
 
     options = small("method=fedglad")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from rayfed.aggregation.exact import ExactSum, weighted_mean
 from rayfed.engine.bench import task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob, _Packing
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, TrainJob
+from rayfed.engine.packing import Packing, Update
 from rayfed.engine.server import Server
 from rayfed.errors import RoundError
-from rayfed.messages import Payload, Phase, RoundRef
+from rayfed.messages import ClientFailure, Payload, Phase, RoundRef
 
 METHOD = "method=tests.engine.faulty:Faulty"
 
@@ -110,9 +114,29 @@ def test_a_packet_holds_every_update_however_many_are_added_up_at_once():
     """66 of this size are added up together: 150 leave a remainder."""
     generator = torch.Generator().manual_seed(0)
     deltas = [torch.randn(1000, generator=generator) for _ in range(150)]
-    packing, phase = _Packing(ExactSum.zeros(1000)), Phase()
+    packing = Packing(ExactSum.zeros(1000), lambda update, norm: None)
     for client, delta in enumerate(deltas):
-        packing.add(phase, ClientReport(client, client % 7, 1, {}, 0, None, None, 0.0), Payload(delta))
-    packet = packing.packet(RoundRef(0, "train", 0))
+        report = ClientReport(client, client % 7, 1, {}, 0, None, None, 0.0)
+        packing.add(Update(TrainJob(client, 0, Phase()), report, Payload(delta)))
+    outcomes, packet = packing.close(RoundRef(0, "train", 0))
+    assert [outcome.metrics["update_norm"] for outcome in outcomes] == [float(delta.norm()) for delta in deltas]
     assert packet.clients == tuple(range(150)) and packet.items == ()
     assert torch.equal(packet.folded.mean(), weighted_mean(deltas, [client % 7 for client in range(150)]))
+
+
+def test_a_refused_update_is_left_out_of_the_sum_of_those_it_came_with():
+    deltas = [torch.full((1000,), float(value)) for value in (1, 2, float("nan"), 4)]
+
+    def refusal(update, norm):
+        problem = ClientFailure(RoundRef(0, "train", 0), update.job.client_id, "NonFiniteError", "not finite")
+        return None if math.isfinite(norm) else problem
+
+    packing = Packing(ExactSum.zeros(1000), refusal)
+    for client, delta in enumerate(deltas):
+        packing.add(
+            Update(TrainJob(client, 0, Phase()), ClientReport(client, 3, 1, {}, 0, None, None, 0.0), Payload(delta))
+        )
+    outcomes, packet = packing.close(RoundRef(0, "train", 0))
+    assert [type(outcome) for outcome in outcomes] == [ClientReport, ClientReport, ClientFailure, ClientReport]
+    assert packet.clients == (0, 1, 3)
+    assert packet.folded.weight == 9 and torch.equal(packet.folded.mean(), torch.full((1000,), 7 / 3))

@@ -12,7 +12,8 @@ from rayfed.backbones import load_backbone, tiny
 from rayfed.backbones.base import Backbone
 from rayfed.comms import codec
 from rayfed.engine.bench import Bench, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, PredictJob, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob
 from rayfed.engine.server import Server
 from rayfed.errors import AdapterError, OptionError
 from rayfed.methods.blend import fuse

@@ -19,7 +19,8 @@ from rayfed.comms import codec
 from rayfed.config import parse_options
 from rayfed.data import build_task_from_options
 from rayfed.engine.bench import Bench, novel_names, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, TrainJob
 from rayfed.engine.policy import update_problem
 from rayfed.engine.server import Server
 from rayfed.errors import BackboneError, OptionError

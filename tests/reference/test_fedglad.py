@@ -16,7 +16,8 @@ from rayfed.aggregation.exact import ExactSum
 from rayfed.backbones import tiny
 from rayfed.comms import codec
 from rayfed.engine.bench import Bench, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, TrainJob
 from rayfed.engine.server import Server
 from rayfed.messages import ClientUpdate, Payload, Phase, RoundRef
 from rayfed.methods.base import Batch, Updates

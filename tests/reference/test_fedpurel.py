@@ -15,7 +15,8 @@ from rayfed.adapters.scope import Scope
 from rayfed.backbones import tiny
 from rayfed.comms import codec
 from rayfed.engine.bench import Bench, task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, TrainJob
 from rayfed.engine.server import Server
 from rayfed.errors import OptionError
 from rayfed.methods.fedpurel import (

@@ -17,7 +17,8 @@ from rayfed.aggregation.exact import ExactSum
 from rayfed.backbones import tiny
 from rayfed.comms import codec
 from rayfed.engine.bench import Bench, task_view
-from rayfed.engine.client import ClientWorker, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import TrainJob
 from rayfed.engine.server import Server
 from rayfed.messages import ClientUpdate, Payload, RoundRef
 from rayfed.methods.base import Updates

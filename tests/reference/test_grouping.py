@@ -8,7 +8,8 @@ import torch
 
 from rayfed.data import build_task_from_options
 from rayfed.engine.bench import task_view
-from rayfed.engine.client import ClientReport, ClientWorker, TrainJob
+from rayfed.engine.client import ClientWorker
+from rayfed.engine.jobs import ClientReport, TrainJob
 from rayfed.engine.server import Server
 
 RUNS = {

@@ -1,0 +1,26 @@
+"""Keeping Python's garbage collector away from what lives as long as the process."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+
+
+def load(*modules: str) -> None:
+    """Import ``modules`` without garbage collection, and keep what they leave out of all later ones.
+
+    torch and torch._dynamo (which its first optimiser imports) make half a million objects. Looking through them as
+    they come costs 0.3 CPU seconds a process, and later, for nothing, 0.1 s at a time in the middle of a round.
+    """
+    if all(module in sys.modules for module in modules):
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,99 @@
+"""The updates of one call to a worker: checked, and added up or kept apart, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from rayfed.aggregation.exact import ExactSum
+from rayfed.comms import codec
+from rayfed.engine.jobs import ClientReport, TrainJob
+from rayfed.messages import ClientFailure, Payload, RoundRef
+
+AT_ONCE = 2**16
+"""Numbers of small updates that are looked at together: a call into torch costs as much as adding thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """Updates on their way to the server: folded into one exact sum, or ``(client_id, num_examples, message)`` each."""
+
+    round: RoundRef
+    clients: tuple[int, ...]
+    folded: ExactSum | None = None
+    items: tuple[tuple[int, int, bytes], ...] = ()
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one client made of its job."""
+
+    job: TrainJob
+    report: ClientReport
+    payload: Payload
+
+
+@dataclass(slots=True)
+class Packing:
+    """Updates as they come. ``refusal``: why one is no good, given the norm of its shared parameters; or None."""
+
+    total: ExactSum
+    refusal: Callable[[Update, float], ClientFailure | None]
+    outcomes: list[ClientReport | ClientFailure] = field(default_factory=list)
+    clients: list[int] = field(default_factory=list)
+    items: list[tuple[int, int, bytes]] = field(default_factory=list)
+    pending: list[Update] = field(default_factory=list)
+
+    def add(self, update: Update) -> None:
+        """Take one update."""
+        if update.payload.params is None:
+            self._take(update, 0.0)
+            return
+        self.pending.append(update)
+        if len(self.pending) * update.payload.params.numel() >= AT_ONCE:
+            self._look()
+
+    def close(self, round_ref: RoundRef) -> tuple[tuple[ClientReport | ClientFailure, ...], Packet]:
+        """The outcome of every client, and the packet of those that are good."""
+        self._look()
+        folded = None if self.items else self.total
+        return tuple(self.outcomes), Packet(round_ref, tuple(self.clients), folded, tuple(self.items))
+
+    def _look(self) -> None:
+        """Check what is pending, and add up what need not be kept apart.
+
+        A row's norm has the same bits whatever it is stacked with.
+        """
+        if not self.pending:
+            return
+        deltas = torch.stack([update.payload.params for update in self.pending if update.payload.params is not None])
+        norms = torch.linalg.vector_norm(deltas, dim=1).tolist()
+        rows, weights = [], []
+        for row, (update, norm) in enumerate(zip(self.pending, norms, strict=True)):
+            update.report.metrics["update_norm"] = norm
+            if self._take(update, norm):
+                rows.append(row)
+                weights.append(_weight(update))
+        self.pending.clear()
+        if rows:
+            self.total.add(deltas if len(rows) == len(deltas) else deltas[rows], weights)
+
+    def _take(self, update: Update, norm: float) -> bool:
+        """Whether the update is good and has only to be added."""
+        if failure := self.refusal(update, norm):
+            self.outcomes.append(failure)
+            return False
+        report, payload = update.report, update.payload
+        self.outcomes.append(report)
+        self.clients.append(report.client_id)
+        if update.job.phase.needs_all or payload.extras:
+            self.items.append((report.client_id, report.num_examples, codec.encode(payload)))
+            return False
+        return payload.params is not None
+
+
+def _weight(update: Update) -> int:
+    examples = update.report.num_examples
+    return examples if update.job.phase.weight == "examples" else int(examples > 0)
