@@ -23,11 +23,12 @@ ROWS: dict[str, tuple[str, ...]] = {
         f"blend, {option} {value}": ("method=blend", f"method.{option}={value}")
         for option, values in (
             ("aggregate", ("none", "full", "vision_only", "text_only")),
-            ("rank", ("0", "4", "64")),
+            ("rank", ("0", "4", "64", "full")),
             ("projection_rank", ("4", "128", "full")),
         )
         for value in values
     },
+    "blend, text projection trained": ("method=blend", "method.text_projection=true"),
 }
 
 

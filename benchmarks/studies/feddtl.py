@@ -26,12 +26,30 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "32, Dirichlet 0.1": ("data.shots=32", "partition.alpha=0.1"),
     "16, noisy, Dirichlet 0.1": ("data.shots=16", "data.domains=[noisy]", "partition.alpha=0.1"),
 }
-CELLS = tuple(
-    Cell(f"{setting}: {row}", seed, (*method, *FEDERATION, ROUNDS.get(row, "rounds=12"), *words))
-    for seed in SEEDS
-    for setting, words in SETTINGS.items()
-    for row, method in METHODS.items()
-)
+NOISY = "16, noisy, Dirichlet 0.1"
+EXPLORING: dict[str, tuple[str, ...]] = {
+    "feddtl, both, sigma 1": ("method.sigma=1.0",),
+    "feddtl, both, categorical": ("method.action=categorical",),
+    "feddtl, both, exact KL": ("method.kl_estimator=exact",),
+}
+"""What may give policy optimisation more to learn from, where there is most to learn."""
+
+
+def _cells() -> tuple[Cell, ...]:
+    found = [
+        Cell(f"{setting}: {row}", seed, (*method, *FEDERATION, ROUNDS.get(row, "rounds=12"), *words))
+        for seed in SEEDS
+        for setting, words in SETTINGS.items()
+        for row, method in METHODS.items()
+    ]
+    found += [
+        Cell(f"{NOISY}: {row}", seed, (*METHODS["feddtl, both"], *words, *FEDERATION, "rounds=12", *SETTINGS[NOISY]))
+        for seed in SEEDS
+        for row, words in EXPLORING.items()
+    ]
+    return tuple(found)
+
+
 COLUMNS = (
     ("local", summary("global", "local")),
     ("base", summary("global", "base")),
@@ -40,4 +58,4 @@ COLUMNS = (
     ("validation", summary("val", "personal_acc")),
 )
 
-STUDY = Study(CELLS, COLUMNS)
+STUDY = Study(_cells(), COLUMNS)

@@ -39,12 +39,17 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "no alignment": ("method.align=none",),
     "global anchor": ("method.align=global",),
 }
+RATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "FedDPA": (FEDDPA, ("1e-4", "3e-4", "1e-3")),
+    "fedsdg": (("method=fedsdg",), ("1e-4", "3e-4", "1e-3", "3e-3")),
+    "fedlora": (("method=fedlora",), ("1e-5", "3e-5", "1e-4", "3e-4")),
+}
 TUNED = tuple(
     Cell(
         f"tuning: {name} lr {rate}", TUNING_SEED, (*words, f"train.lr={rate}", *FEDERATION, *SETTINGS["Dirichlet 0.1"])
     )
-    for name, words in {"FedDPA": FEDDPA, "fedsdg": ("method=fedsdg",), "fedlora": ("method=fedlora",)}.items()
-    for rate in (("1e-4", "3e-4", "1e-3") if name != "fedlora" else ("3e-5", "1e-4", "3e-4"))
+    for name, (words, rates) in RATES.items()
+    for rate in rates
 )
 
 

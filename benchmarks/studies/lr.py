@@ -6,11 +6,11 @@ from benchmarks.studies.cells import TUNING_SEED, Cell, Study, summary
 from benchmarks.studies.fedglad import COLUMNS
 
 RATES = {
-    "local": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
-    "fedlora": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "local": ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "fedlora": ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
     "fedglad": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
-    "fedsdg": ("3e-5", "1e-4", "3e-4", "1e-3"),
-    "fedpurel": ("1e-2", "3e-2", "1e-1"),
+    "fedsdg": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3"),
+    "fedpurel": ("1e-2", "3e-2", "1e-1", "3e-1"),
     "blend": ("1e-3", "3e-3", "1e-2", "3e-2"),
     "mma": ("1e-3", "3e-3", "1e-2", "3e-2"),
 }
