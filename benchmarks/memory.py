@@ -34,7 +34,7 @@ def tree(root: psutil.Process) -> list[psutil.Process]:
     found = [root]
     for process in root.children(recursive=True):
         try:
-            if "Shell" in " ".join(process.cmdline()):
+            if any(name in " ".join(process.cmdline()) for name in ("ClientActor", "ServerActor")):
                 found.append(process)
         except psutil.Error:
             continue

@@ -52,9 +52,10 @@ class Experiment:
         """Train, evaluate, write; return whether it was played to its end (False: ``StopRun``)."""
         self._announce()
         self.observers.start()
-        status = "KILLED"
+        status, pool = "KILLED", None
         try:
-            self._train()
+            pool = self._pool()
+            self._train(pool)
             status = "FINISHED"
             return True
         except StopRun:
@@ -64,7 +65,9 @@ class Experiment:
             status = "FAILED"
             raise
         finally:
-            self.observers.close(status)
+            self.observers.close(status)  # first: ending actors takes long where Ray itself is being ended
+            if pool is not None:
+                pool.close()
 
     def progress(self, round_index: int, what: str, done: int, total: int) -> None:
         """See ``Observer``."""
@@ -89,16 +92,12 @@ class Experiment:
             self.console.say(f"note: {note}")
         self.console.say(f"results: {self.out}")
 
-    def _train(self) -> None:
-        pool = self._pool()
-        try:
-            federation = self._federation(pool)
-            self.observers.ready(federation, time.perf_counter() - self._started)
-            self.history = federation.history
-            federation.play()
-            self.observers.write_results(federation, pool.export(), time.perf_counter() - self._started)
-        finally:
-            pool.close()
+    def _train(self, pool: Pool) -> None:
+        federation = self._federation(pool)
+        self.observers.ready(federation, time.perf_counter() - self._started)
+        self.history = federation.history
+        federation.play()
+        self.observers.write_results(federation, pool.export(), time.perf_counter() - self._started)
 
     def _pool(self) -> Pool:
         from rayfed.engine.run import state_folder

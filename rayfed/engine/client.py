@@ -23,9 +23,11 @@ from rayfed.aggregation.exact import ExactSum
 from rayfed.comms import codec
 from rayfed.conf.options import RunOptions, TrainOptions
 from rayfed.data.task import Task
+from rayfed.engine import memory
 from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
 from rayfed.engine.jobs import ClientReport, Prediction, Predictions, PredictJob, TrainJob
+from rayfed.engine.memory import Need
 from rayfed.engine.packing import Packet, Packing, Update
 from rayfed.engine.policy import out_of_range, update_problem
 from rayfed.engine.store import ClientStore, StateRef
@@ -142,6 +144,25 @@ class ClientWorker:
                 packing.add(update)
         return packing.close(broadcast.round)
 
+    def rehearse(self, broadcast: Broadcast, job: TrainJob, *pieces: Piece) -> Need | None:
+        """Train one batch of a client's images and forget it; return what that took of the card, None on the CPU.
+
+        Raises:
+            ResourceError: not even one client fits.
+        """
+        available = memory.total(self.bench.device)
+        if available is None:
+            return None
+        self._receive(broadcast, pieces)
+        state = self._load(None)
+        first = self.task.clients[job.client_id].train[: self.options.train.batch]
+        images = self.bench.images(self.task.train, first)
+        options = self.options.train.model_copy(update={"epochs": 1})
+        local = dataclasses.replace(self._local_job(job, state), train=images, options=options)
+        with memory.enough("one client alone", "lower train.batch, or choose a smaller backbone"):
+            self.bench.method.client_step(self.bench.model, local)
+        return Need(memory.most(self.bench.device), available)
+
     def predict(
         self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece
     ) -> tuple[tuple[Prediction | ClientFailure, ...], None]:
@@ -240,7 +261,19 @@ class ClientWorker:
         return Payload((values - self._before).cpu(), result.upload)
 
     def _refusal(self, update: Update, norm: float) -> ClientFailure | None:
-        """Why an update is no good; ``norm`` is the length of its shared parameters."""
+        """Why an update is no good, whose staged private state is then removed; ``norm`` of its shared parameters."""
+        assert self._round is not None
+        try:
+            error = self._problem(update, norm)
+        except Exception as unexpected:
+            error = unexpected
+        if error is None:
+            return None
+        if update.report.state is not None:
+            self._store.discard(update.report.state)
+        return failure(self._round, update.job.client_id, error)
+
+    def _problem(self, update: Update, norm: float) -> Exception | None:
         phase, client, count = update.job.phase, update.job.client_id, update.report.num_examples
         wire = self._wire_up(phase.name)
         clients = self.options.clients.n if phase.cohort == "all" else self.options.cohort_size
@@ -255,9 +288,18 @@ class ClientWorker:
         )
         if problem is None:
             return None
-        assert self._round is not None
-        kind = NonFiniteError if out_of_range(update.payload, share) else ValueError
-        return failure(self._round, client, kind(f"update refused: {problem}"))
+        if out_of_range(update.payload, share):
+            return NonFiniteError(f"update refused: {problem}{self._worst(update.payload, Scope.SHARED)}")
+        return ValueError(f"update refused: {problem}")
+
+    def _worst(self, values: Payload | Tensor, scope: Scope) -> str:
+        """In words, the parameter in which the largest (or an undefined) number of flat ``values`` lies."""
+        flat = values.params if isinstance(values, Payload) else values
+        if flat is None or not flat.numel():
+            return ""
+        place = int(flat.abs().nan_to_num(nan=float("inf")).argmax())
+        names = [e.name for e in self.bench.parameters[scope].entries if e.start <= place < e.stop]
+        return f" (in {names[0]})"
 
     def _wire_up(self, phase: str) -> tuple[WireField, ...]:
         if phase not in self._wires:
@@ -274,7 +316,8 @@ class ClientWorker:
     def _refuse_bad_private(self) -> None:
         private = self.bench.parameters[Scope.PRIVATE].data
         if private.numel() and not bool(torch.isfinite(private).all()):
-            raise NonFiniteError("update refused: private parameters are not finite")
+            where = self._worst(private, Scope.PRIVATE)
+            raise NonFiniteError(f"update refused: private parameters are not finite{where}")
 
     def _stage(self, job: TrainJob, keep: dict[str, Tensor]) -> StateRef | None:
         assert self._round is not None

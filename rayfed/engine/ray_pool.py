@@ -21,6 +21,7 @@ from rayfed.data.task import Task
 from rayfed.engine import actors, dealing
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob
+from rayfed.engine.memory import Need
 from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export
@@ -48,6 +49,7 @@ class _Slot:
 
     actor: Any = None
     node: str = ""
+    cards: str = ""
     held: set[tuple[str, str]] = field(default_factory=set)
     queue: deque[Job] = field(default_factory=deque)
     busy: int = 0
@@ -103,14 +105,22 @@ class RayPool:
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
+        self._fitted, self._phase = options.clients.gpu <= 0, ""
+        self._ended = ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
         self._pieces: dict[tuple[str, str], Any] = {}
         self._current: tuple[tuple[str, str], ...] = ()
+        self._started = False
         self._server, ready = self._start_server()
         self._slots = [_Slot() for _ in range(self.num_workers)]
-        for slot in self._slots:
-            self._start_worker(slot)
-        self._errors_as_ours(lambda: self._ray.get(ready))
-        self._first_workers()
+        try:
+            for slot in self._slots:
+                self._start_worker(slot)
+            self._errors_as_ours(lambda: self._ray.get(ready))
+            self._first_workers()
+        except BaseException:
+            self.close()
+            raise
+        self._started = True
 
     # Actors
 
@@ -128,7 +138,7 @@ class RayPool:
                 self._errors_as_ours(functools.partial(self._ray.get, ready))
                 return actor
             except ResourceError as error:
-                if tries == 0 or not isinstance(error.__cause__, self._ray.exceptions.RayActorError):
+                if tries == 0 or not isinstance(error.__cause__, self._ended):
                     raise
             tries -= 1
             time.sleep(PAUSE_S)
@@ -176,7 +186,7 @@ class RayPool:
             if isinstance(error.cause, RayfedError):
                 raise error.cause from None
             raise
-        except self._ray.exceptions.RayActorError as error:
+        except self._ended as error:
             raise ResourceError(f"the server actor died while starting ({first_line(error)}).") from error
 
     # Server
@@ -188,7 +198,7 @@ class RayPool:
             return reference, self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
-        except self._ray.exceptions.RayActorError as error:
+        except self._ended as error:
             raise ServerLost(f"the server actor died ({first_line(error)})") from error
 
     def begin(self, round_index: int, phase: Phase) -> tuple[Any, Sent]:
@@ -243,11 +253,12 @@ class RayPool:
         clients = self._options.clients
         self._room = 1 if deadline_s is not None or clients.over_select > 0 else CALLS_IN_FLIGHT
         self._grow()
+        if verb == "train":
+            self._fit_to_cards(broadcast, jobs)
         usable = [slot for slot in self._slots if slot.usable]
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
-        for slot in self._slots:
-            slot.trained, slot.seconds = 0, 0.0
+        self._forget_paces(jobs)
         self._deal(jobs)
         try:
             while self._send(verb, broadcast) or self._unfinished():
@@ -265,6 +276,51 @@ class RayPool:
             self._singles.clear()
             for slot in self._slots:
                 slot.queue.clear()
+
+    def _fit_to_cards(self, broadcast: Any, jobs: Sequence[Job]) -> None:
+        """Before the first client of a run: on every card, end the actors that would not fit beside each other.
+
+        One actor a card trains one batch of the largest client for it. Raises ResourceError if not even one fits.
+        """
+        if self._fitted or not jobs:
+            return
+        self._fitted = True
+        cards: dict[tuple[str, str], list[_Slot]] = {}
+        for slot in self._slots:
+            if slot.usable:
+                cards.setdefault((slot.node, slot.cards), []).append(slot)
+        largest = max(jobs, key=lambda job: job.cost)
+        asked = {card: self._rehearsal(slots[0], broadcast, largest) for card, slots in cards.items()}
+        for card, answer in asked.items():
+            try:
+                need = self._ray.get(answer)
+            except self._ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+            except self._ray.exceptions.RayError:
+                continue  # what became of the actor is found out as it is given work
+            if need is not None:
+                self._spare_card(cards[card], need)
+
+    def _rehearsal(self, slot: _Slot, broadcast: Any, job: Job) -> Any:
+        news = [key for key in self._current if key not in slot.held]
+        slot.held.update(news)
+        return slot.actor.rehearse.remote(broadcast, job, *(self._pieces[key] for key in news))
+
+    def _spare_card(self, slots: Sequence[_Slot], need: Need) -> None:
+        room = max(1, need.side_by_side)
+        for slot in slots[room:]:
+            slot.retired, slot.usable = True, False
+            actors.kill(slot.actor)
+        if room < len(slots):
+            log.warning("%s: %d side by side instead of %d (raise clients.gpu)", need, room, len(slots))
+
+    def _forget_paces(self, jobs: Sequence[Job]) -> None:
+        """Start to measure anew; what another phase took says nothing about this one."""
+        phase = next((job.phase.name for job in jobs if isinstance(job, TrainJob)), "")
+        for slot in self._slots:
+            slot.trained, slot.seconds = 0, 0.0
+            slot.pace = slot.pace if phase == self._phase else 0.0
+        self._phase = phase or self._phase
 
     def _has_straggler(self, slot: _Slot) -> bool:
         """Whether the slot's actor is still at work for an earlier run."""
@@ -335,7 +391,8 @@ class RayPool:
             return self._recover(call, error)
         if call.kind == "setup":
             if call.slot.actor is call.actor:
-                call.slot.usable, call.slot.node = not call.slot.retired, result
+                call.slot.usable = not call.slot.retired
+                call.slot.node, call.slot.cards = result
             return ()
         if call.kind == "delivery":
             return call.outcomes
@@ -436,7 +493,7 @@ class RayPool:
     def _server_is_dead(self) -> bool:
         try:
             self._ray.get(self._server.ping.remote())
-        except self._ray.exceptions.RayActorError:
+        except self._ended:
             return True
         return False
 
@@ -448,10 +505,10 @@ class RayPool:
         """End the actors."""
         client, server = self._options.clients, self._options.server
         calls = {id(call.actor) for call in self._waiting.values()}
-        for slot in self._slots:
+        for slot in (slot for slot in self._slots if slot.actor is not None):
             idle = slot.usable and id(slot.actor) not in calls
             actors.end(slot.actor, ClientActor, client.cpu, client.gpu, idle=idle)
-        actors.end(self._server, ServerActor, server.cpu, server.gpu, idle=True)
+        actors.end(self._server, ServerActor, server.cpu, server.gpu, idle=self._started)
 
 
 def _start(job: Job) -> int:

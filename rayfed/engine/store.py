@@ -67,6 +67,11 @@ class ClientStore:
         self._remember(ref, state)
         return ref
 
+    def discard(self, ref: StateRef) -> None:
+        """Remove a staged state that nothing refers to."""
+        self._recent.pop(ref.sha256, None)
+        (self._root / ref.file).unlink(missing_ok=True)
+
     def load(self, ref: StateRef) -> ClientState:
         """Return a recorded state. Raises CheckpointError if the file is missing or not what was recorded."""
         if ref.sha256 in self._recent:

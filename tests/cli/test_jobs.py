@@ -35,6 +35,8 @@ def cluster(tmp_path_factory):
 
 
 UPLOAD = ("--working-dir", ".")
+OURS = ("rayfed.run", "ClientActor", "ServerActor")
+"""What the processes of a run have in their command lines."""
 
 
 def submit(cluster, cwd, *words, flags=UPLOAD, module="rayfed.run"):
@@ -129,7 +131,7 @@ def test_stopped_job_ends_in_order(cluster, checkout):
     asked = time.monotonic()
     stop = clusters.ray(cluster, "job", "stop", "stopped")
     assert stop.returncode == 0 and "was stopped" in stop.stdout + stop.stderr, stop.stdout + stop.stderr
-    while ours := [line for line in commands(cluster) if "rayfed.run" in line or "Shell" in line]:
+    while ours := [line for line in commands(cluster) if any(w in line for w in OURS)]:
         assert time.monotonic() < asked + 30, ours
         time.sleep(0.2)
     with sqlite3.connect(out / "mlflow.db") as store:
@@ -173,4 +175,4 @@ def test_interrupted_run_leaves_no_process_and_can_go_on(kind, ray_session, out)
 def workers() -> set[int]:
     """Process ids of client and server actors; some wait for the next test."""
     found = ((p.pid, " ".join(p.info["cmdline"] or [])) for p in psutil.process_iter(["cmdline"]))
-    return {pid for pid, line in found if "ClientActor" in line or "ServerActor" in line}
+    return {pid for pid, line in found if any(name in line for name in OURS[1:])}

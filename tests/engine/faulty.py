@@ -14,6 +14,8 @@ from torch import nn
 from rayfed.adapters.attach import Branch
 from rayfed.adapters.scope import Scope
 from rayfed.conf.options import LoRAOptions
+from rayfed.engine import memory
+from rayfed.errors import AdapterError
 from rayfed.methods.base import Batch, ClientJob, ClientResult, Group, Method, TaskView
 from rayfed.methods.model import AdaptedModel
 
@@ -23,7 +25,10 @@ class Options(LoRAOptions):
 
     name: Literal["tests.engine.faulty:Faulty"] = "tests.engine.faulty:Faulty"
     faults: tuple[str, ...] = ()
-    """nan, inf, huge, raise, kill, sleep, memory, or spare, of which client in which round."""
+    """nan, inf, huge, raise, kill, sleep, memory, or spare, of which client in which round. Without a client: server@2
+    kills the server in that round's step, predict a client actor at its first prediction, setup raises in the setup."""
+    card_mib: int = 0
+    """Pretend that the process has a card of this size, of which training takes 400 MiB."""
     flags: str = ""
     """Folder of the flag files."""
     once: bool = False
@@ -37,6 +42,10 @@ class Faulty(Method[Options]):
     """A shared and a private LoRA, trained together."""
 
     def build_model(self, backbone, task: TaskView) -> nn.Module:
+        if "setup" in self.config.faults:
+            raise AdapterError("nothing to attach to.")
+        if self.config.card_mib:
+            memory.total, memory.most = lambda device: self.config.card_mib * 2**20, lambda device: 400 * 2**20
         model = AdaptedModel(backbone, task)
         for name, scope in (("global", Scope.SHARED), ("local", Scope.PRIVATE)):
             model.attach(self.config, Branch(name, scope, 2, 4.0))
@@ -61,6 +70,8 @@ class Faulty(Method[Options]):
     def _due(self, job: ClientJob) -> str:
         for fault in self.config.faults:
             kind, _, place = fault.partition(":")
+            if not place:
+                continue
             client, _, when = place.partition("@")
             if int(client) == job.client_id and (not when or int(when) == job.round_index + 1):
                 flag = Path(self.config.flags) / f"{kind}-{client}-{when}"
@@ -90,6 +101,19 @@ class Faulty(Method[Options]):
     def class_features(self, model, names):
         return model.text_features(names=names)
 
+    def server_step(self, model, state, updates, ctx):
+        if f"server@{ctx.round_index + 1}" in self.config.faults:
+            self._die_once("server")
+        return super().server_step(model, state, updates, ctx)
+
+    def _die_once(self, what: str) -> None:
+        flag = Path(self.config.flags) / what
+        if not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), 9)
+
     def predict(self, model, batch: Batch, view, classes):
+        if "predict" in self.config.faults:
+            self._die_once("predict")
         names = ("global",) if view == "global" else ("global", "local")
         return model.logits(model.image_features(batch.images, *names), classes)

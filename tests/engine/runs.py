@@ -26,12 +26,15 @@ FAST = [
 ]
 
 
-def start(*words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """Start ``python -m rayfed.run`` with ``words``."""
+def start(
+    *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, own_group: bool = False
+) -> subprocess.Popen[str]:
+    """Start ``python -m rayfed.run`` with ``words``, where asked as the first of a group of processes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     command = [sys.executable, "-m", "rayfed.run", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment, encoding="utf-8"
+        command, **pipes, text=True, cwd=cwd, env=environment, encoding="utf-8", start_new_session=own_group
     )
 
 

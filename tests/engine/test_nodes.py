@@ -33,11 +33,16 @@ def cluster():
     found.shutdown()
 
 
-def workers_by_node(cluster) -> Counter[str]:
-    """How many client actors live on each node."""
+def state_of(cluster) -> GlobalState:
+    """What the cluster says of itself."""
     state = GlobalState()
     state._initialize_global_state(GcsClientOptions.create(cluster.gcs_address, None, True, True))
-    actors = [a for a in state.actor_table(None).values() if a["ActorClassName"] == "ClientActor"]
+    return state
+
+
+def workers_by_node(cluster) -> Counter[str]:
+    """How many client actors live on each node."""
+    actors = [a for a in state_of(cluster).actor_table(None).values() if a["ActorClassName"] == "ClientActor"]
     return Counter(a["Address"]["NodeID"] for a in actors if a["State"] == "ALIVE")
 
 
@@ -57,6 +62,33 @@ def test_nodes_come_and_go(cluster, tmp_path):
     run_well(METHOD, "engine.pool=local", f"out={whole}", *WORDS)
     assert_same_bits(whole, out)
     assert all(not json.loads(line)["failures"] for line in (out / "metrics.jsonl").read_text().splitlines())
+
+
+def test_clients_that_do_not_fit_a_card_together_are_fewer_side_by_side(cluster, tmp_path):
+    """The card is pretended to hold two clients; four would share it."""
+    cluster.add_node(num_cpus=2, num_gpus=1)
+    words = [word for word in WORDS if not word.startswith("rounds=")]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    share = ["clients.gpu=0.25", "clients.cpu=0.25", "engine.device=cpu", "clients.actors=8"]
+    done = run_well(
+        METHOD, "method.card_mib=1000", f"engine.address={cluster.address}", *share, f"out={out}", *words, "rounds=1"
+    )
+    assert "a client needs 0.4 GiB and its card has 1.0 GiB: 2 side by side instead of 4" in done.stderr
+    run_well(METHOD, "engine.pool=local", f"out={whole}", *words, "rounds=1")
+    assert_same_bits(whole, out)
+
+
+def test_those_for_whom_there_is_no_share_of_a_card_take_turns(cluster, tmp_path):
+    """0.34 of a card goes twice into one, not three times."""
+    words = [word for word in WORDS if not word.startswith("rounds=")]
+    share = ["clients.gpu=0.34", "clients.cpu=0.25", "engine.device=cpu", "clients.actors=8"]
+    address, out = f"engine.address={cluster.address}", tmp_path / "run"
+    done = run_well("method=fedlora", address, *share, f"out={out}", *words, "rounds=1")
+    cards = sum(n["Alive"] and n["Resources"].get("GPU", 0) for n in state_of(cluster).node_table())
+    fit = int(2 * cards)
+    assert f"clients.actors=8 but {fit} fit" in done.stdout and "clients take turns" in done.stdout, done.stdout
+    (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(record["cohort"]) == 8 and not record["failures"]
 
 
 def test_cards_that_torch_cannot_use_are_reported_with_the_node(cluster, tmp_path):
