@@ -393,10 +393,13 @@ def _data_problems(options: RunOptions) -> list[str]:
 
 def tracking_uri_problem(uri: str) -> str | None:
     """Return why MLflow would refuse or misuse ``uri``, or None."""
-    schemes = ("sqlite:///", "http://", "https://", "postgresql", "mysql", "mssql")
-    if uri.startswith(schemes):
+    scheme, divided, rest = uri.partition("://")
+    if (divided and scheme in {"http", "https"}) or scheme.startswith(("postgresql", "mysql", "mssql")):
+        return None if rest.strip("/") else f"tracking.uri={uri} names no host: write {scheme}://host:port."
+    if uri.startswith("sqlite:///") and rest.strip("/"):
         return None
+    folder = uri.removeprefix("file://").removeprefix("sqlite:").rstrip("/") or "/path/to"
     return (
         f"tracking.uri={uri} is a plain folder or unknown store, which MLflow no longer takes: "
-        f"use a database file, tracking.uri=sqlite:///{uri.removeprefix('file://').rstrip('/')}/mlflow.db, or http://host:port."
+        f"use a database file, tracking.uri=sqlite:///{folder}/mlflow.db, or http://host:port."
     )

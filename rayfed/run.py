@@ -94,6 +94,8 @@ def absolute_paths(options: RunOptions) -> RunOptions:
     changes: dict[str, Any] = {}
     if options.backbone.checkpoint is not None:
         path = Path(options.backbone.checkpoint).expanduser().resolve()
+        if not path.is_file():
+            raise OptionError(f"backbone.checkpoint={path} is no file: check the path, or leave it out.")
         changes["backbone"] = options.backbone.model_copy(update={"checkpoint": str(path)})
     if options.engine.cache_dir is not None:
         folder = Path(options.engine.cache_dir).expanduser().resolve()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import benchmarks.studies
 from benchmarks.studies.cells import ROOT, Study, run_cell
-from benchmarks.studies.tables import table
+from benchmarks.studies.tables import load, table
 
 NAMES = ("lr", "fedglad", "fashion", "fedpurel", "fedpurel_lr", "fedsdg", "feddtl", "blend", "blend_grid")
 
@@ -32,6 +32,8 @@ def main() -> None:
             list(pool.map(lambda cell: run_cell(cell, folder), chosen))
     text = table(study, folder)
     (folder / "table.md").write_text(text + "\n", "utf-8")
+    if study.picture is not None:
+        study.picture(load(study.cells, folder)).savefig(folder / "rounds.png", dpi=130)
     print(text)
 
 

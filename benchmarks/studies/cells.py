@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 TUNING_SEED = 100
@@ -46,12 +48,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells, the table's columns, the row whose final GM others are timed by, and more text after the table."""
+    """Cells, the table's columns, the row whose final GM others are timed by, more text after the table, a picture."""
 
     cells: tuple[Cell, ...]
     columns: tuple[Column, ...]
     goal: str | None = None
     after: Callable[[dict[str, list[Result]]], str] | None = None
+    picture: Callable[[dict[str, list[Result]]], Figure] | None = None
 
 
 def summary(*path: str, scale: float = 100.0) -> Pick:

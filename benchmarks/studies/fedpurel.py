@@ -40,6 +40,7 @@ MAIN: dict[str, tuple[str, ...]] = {
 ROWS: dict[str, tuple[str, ...]] = {
     **MAIN,
     "fedlora, lr 0.01": (*FEDLORA, "train.lr=0.01"),
+    "fedlora, lr 0.0003": (*FEDLORA, "train.lr=0.0003"),
     "fedlora + logit adjustment": (*MAIN["fedlora"], "method.logit_adjustment=1.0"),
     "fedpurel, prompt": (*PUREL, "method.kind=prompt", "train.lr=0.1"),
     "fedpurel, adapter": (*PUREL, "method.kind=adapter", "train.lr=0.3"),
@@ -48,6 +49,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fedpurel, lambda 0.1": (*MAIN["fedpurel"], "method.weight=0.1"),
     "fedpurel, lambda 0.5": (*MAIN["fedpurel"], "method.weight=0.5"),
 }
+TRACED = ("fedpurel", "fedpurel, KL", "fedpurel, no purification")
+"""Rows whose global model is judged after every round, to set it beside the distance to zero-shot."""
 REGIMES: dict[str, tuple[str, ...]] = {
     "Dirichlet 0.1": (*TAIL, "data.shots=60", "partition.alpha=0.1"),
     "noisy domain": (*LONG_TAIL, "data.domains=[noisy]"),
@@ -59,6 +62,7 @@ def _cells() -> tuple[Cell, ...]:
     found = []
     for seed in SEEDS:
         found += [Cell(row, seed, (*words, *LONG_TAIL, "eval.every=6")) for row, words in ROWS.items()]
+        found += [Cell(f"every round: {row}", seed, (*ROWS[row], *LONG_TAIL, "eval.every=1")) for row in TRACED]
         for regime, setting in REGIMES.items():
             found += [Cell(f"{regime}: {row}", seed, (*MAIN[row], *_merge(setting), "eval.every=6")) for row in MAIN]
     return tuple(found)
@@ -85,17 +89,21 @@ def _after(found: dict[str, list[Result]]) -> str:
     lines = ["Few-shot classes of the global model against zero-shot, seed by seed (points):", ""]
     for row in found:
         zero = f"{row.rpartition(': ')[0]}: zero_shot" if ": " in row else "zero_shot"
-        if row != zero:
+        if row != zero and not row.startswith("every round"):
             gaps = paired(found, row, zero, summary("global", "few"))
             lines.append(f"- {row}: {spread(gaps)} ({', '.join(f'{gap:+.1f}' for gap in gaps)})")
     lines += [
         "",
-        "Correlation over the evaluated rounds of a run between TKL to zero-shot and balance of the global model:",
+        "Correlation over the 24 global rounds of a run between TKL to zero-shot (clients' models, as trained in the",
+        "round) and balance of the global model:",
+        "",
     ]
-    for row, results in found.items():
+    for row in TRACED:
+        results = found.get(f"every round: {row}", [])
         few, mean = (_correlations(results, f"global.{key}") for key in ("few", "harmonic_mean"))
         if few:
-            lines.append(f"- {row}: with few {spread(few, 2)}, with the harmonic mean {spread(mean, 2)}")
+            seeds = ", ".join(f"{value:+.2f}" for value in few)
+            lines.append(f"- {row}: with few {spread(few, 2)} ({seeds}), with the harmonic mean {spread(mean, 2)}")
     return "\n".join(lines)
 
 

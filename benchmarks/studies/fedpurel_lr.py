@@ -6,7 +6,7 @@ from benchmarks.studies.cells import TUNING_SEED, Cell, Study, summary
 from benchmarks.studies.fedpurel import COLUMNS, FEDLORA, LONG_TAIL, PUREL
 
 RATES = {
-    "fedlora": (FEDLORA, ("0.0003", "0.001", "0.003", "0.01", "0.03", "0.1")),
+    "fedlora": (FEDLORA, ("0.0001", "0.0003", "0.001", "0.003", "0.01", "0.03", "0.1")),
     "fedpurel, lora": (PUREL, ("0.03", "0.1", "0.3")),
     "fedpurel, prompt": ((*PUREL, "method.kind=prompt"), ("0.01", "0.1", "1")),
     "fedpurel, adapter": ((*PUREL, "method.kind=adapter"), ("0.03", "0.3", "3")),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from benchmarks.studies.cells import SEEDS, TUNING_SEED, Cell, Result, Study, summary
 from benchmarks.studies.tables import spread
 
@@ -22,6 +25,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fedlora": ("method=fedlora",),
     "fixed mixing (FedDPA)": (*FEDDPA, "train.lr=3e-4"),
     "fedsdg": ("method=fedsdg",),
+    "fedsdg, lr 3e-3": ("method=fedsdg", "train.lr=3e-3"),
 }
 SETTINGS: dict[str, tuple[str, ...]] = {
     "Dirichlet 0.1": ("partition.alpha=0.1",),
@@ -41,7 +45,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 RATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "FedDPA": (FEDDPA, ("1e-4", "3e-4", "1e-3")),
-    "fedsdg": (("method=fedsdg",), ("1e-4", "3e-4", "1e-3", "3e-3")),
+    "fedsdg": (("method=fedsdg",), ("1e-4", "3e-4", "1e-3", "3e-3", "1e-2")),
     "fedlora": (("method=fedlora",), ("1e-5", "3e-5", "1e-4", "3e-4")),
 }
 TUNED = tuple(
@@ -112,4 +116,31 @@ def _deep_share(figures: Mapping[str, float]) -> float | None:
     return sum(means[len(means) // 2 :]) / sum(means)
 
 
-STUDY = Study(_cells(), COLUMNS, after=_after)
+DRAWN = {
+    "Dirichlet 0.1: fedsdg": "base anchor",
+    "fedsdg, no alignment": "no alignment",
+    "fedsdg, global anchor": "global anchor",
+}
+
+
+def _picture(found: dict[str, list[Result]]) -> Figure:
+    """Norm of the private branch, and how far a round moves it, with and without alignment: mean and range of seeds."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for place, (key, title) in zip(
+        figure.subplots(1, 2),
+        (("private_norm", "norm of the private branch"), ("private_drift", "moved in a round")),
+        strict=True,
+    ):
+        for row, label in DRAWN.items():
+            values = np.array([[r[key] for r in result["rounds"]] for result in found.get(row, [])])
+            if values.size:
+                rounds = np.arange(1, values.shape[1] + 1)
+                (line,) = place.plot(rounds, values.mean(0), label=label)
+                place.fill_between(rounds, values.min(0), values.max(0), alpha=0.2, color=line.get_color())
+        place.set(xlabel="round", title=title)
+        place.grid(alpha=0.3)
+    place.legend(frameon=False, fontsize=8)
+    return figure
+
+
+STUDY = Study(_cells(), COLUMNS, after=_after, picture=_picture)

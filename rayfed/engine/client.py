@@ -158,9 +158,9 @@ class ClientWorker:
         first = self.task.clients[job.client_id].train[: self.options.train.batch]
         images = self.bench.images(self.task.train, first)
         options = self.options.train.model_copy(update={"epochs": 1})
-        local = dataclasses.replace(self._local_job(job, state), train=images, options=options)
+        rehearsed = dataclasses.replace(self._local_job(job, state), train=images, options=options)
         with memory.enough("one client alone", "lower train.batch, or choose a smaller backbone"):
-            self.bench.method.client_step(self.bench.model, local)
+            self.bench.method.client_step(self.bench.model, rehearsed)
         return Need(memory.most(self.bench.device), available)
 
     def predict(

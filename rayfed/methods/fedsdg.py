@@ -229,7 +229,11 @@ def sum_of_squares(values: Iterable[Tensor]) -> Tensor:
 
 
 def breadth(labels: Tensor, num_classes: int) -> str:
-    """Third of the range 1 .. ``num_classes`` in which the effective number of classes exp(H(labels [N])) lies."""
+    """How evenly a client's images spread over classes: the third in which its effective number of classes lies.
+
+    That is exp(H(labels [N])), between 1 and what so few images allow, min(N, ``num_classes``).
+    """
     shares = torch.bincount(labels.cpu()).float() / len(labels)
     effective = float(torch.special.entr(shares).sum().exp())
-    return ("narrow", "medium", "broad")[min(2, int(3 * (effective - 1e-6) / num_classes))]
+    most = min(len(labels), num_classes)
+    return ("narrow", "medium", "broad")[min(2, int(3 * (effective - 1e-6) / most))]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import rayfed
 from rayfed import config
@@ -143,14 +146,26 @@ class Observers:
 
 def provenance() -> dict[str, str]:
     """Versions, machine and git state: what a number needs beside it."""
-    packages = ("torch", "ray", "open_clip_torch", "peft", "numpy")
+    packages = ("torch", "torchvision", "ray", "open_clip_torch", "timm", "peft", "mlflow", "numpy")
     found = {"rayfed": rayfed.__version__, "python": platform.python_version(), "machine": platform.platform()}
+    found |= _hardware()
     for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found | _git_state()
+
+
+def _hardware() -> dict[str, str]:
+    """Of the driver's machine: processors, memory, and the cards that torch sees."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpus": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "memory_gib": f"{memory / 2**30:.1f}",
+        "gpus": ", ".join(cards) or "none",
+    }
 
 
 def _git_state() -> dict[str, str]:

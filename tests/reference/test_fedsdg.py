@@ -397,5 +397,6 @@ def test_private_rank_is_independent(small, task):
 
 def test_breadth_of_a_client():
     assert breadth(torch.tensor([3, 3, 3]), 9) == "narrow"
-    assert breadth(torch.arange(5), 9) == "medium"
+    assert breadth(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4]), 9) == "medium"
     assert breadth(torch.arange(9), 9) == "broad"
+    assert breadth(torch.arange(5), 90) == "broad", "five images cannot show more than five classes"

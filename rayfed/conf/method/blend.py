@@ -54,6 +54,7 @@ PAPER: dict[str, Any] = {
     "train.clip_norm": 0.0,
     "rounds": 50,
     "clients.n": 10,
+    "task.split": "base_novel",
     "data.shots": 16,
     "partition.name": "dir_boost",
     "partition.alpha": 0.01,

@@ -136,5 +136,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "train.clip_norm": 0.0,
         "rounds": 20,
         "clients.n": 5,
+        "task.split": "base_novel",
+        "data.shots": 16,
     },
 }

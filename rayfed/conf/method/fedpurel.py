@@ -94,7 +94,10 @@ PROFILES: dict[str, dict[str, Any]] = {
         "rounds": 100,
         "clients.n": 20,
         "clients.per_round": 8,
+        "partition.alpha": 1.0,
     },
+    # Theirs for prompts and LoRA. For method.kind=adapter their code takes method.alignment=soft_ce and
+    # method.weight=0 besides.
     "authors": {
         "train.optimizer": "sgd",
         "train.momentum": 0.9,
@@ -106,6 +109,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "rounds": 100,
         "clients.n": 20,
         "clients.per_round": 8,
+        "partition.alpha": 1.0,
         "method.schedule": "interleaved",
         "method.purify": "tensor",
         "method.weight": 0.99,
