@@ -86,6 +86,13 @@ CASES = (
         LAST + 4 * CLASSES * EMBEDDING,
         LAST + IMAGES * (2 * EMBEDDING + 4),
     ),
+    Case(
+        "mma",
+        ("method=mma",),
+        "4 Σ(2 d r + r + d) + 4 x 4 (r² + r), r = 32, 6 blocks, 4 middle layers",
+        4 * (bottlenecks(32) + BLOCKS * (32**2 + 32)),
+        4 * (bottlenecks(32) + BLOCKS * (32**2 + 32)),
+    ),
     Case("blend", ("method=blend",), "4 Σ(2 d r + r + d), r = 16, 6 blocks", 4 * bottlenecks(16), 4 * bottlenecks(16)),
 )
 

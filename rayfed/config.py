@@ -265,6 +265,13 @@ def _from_text(value: Any, annotation: Any) -> Any:
     return value
 
 
+WHY_NOT = {
+    "engine.precision=fp16": "half precision ends at 65,504 and needs scaled gradients, at the cost of steps; bf16 does "
+    "not",
+}
+"""Why a value is refused that users of other programs expect."""
+
+
 def _sentences(error: ValidationError, prefix: str) -> list[str]:
     by_option: dict[str, list[str]] = {}
     values: Values = {}
@@ -280,7 +287,9 @@ def _sentences(error: ValidationError, prefix: str) -> list[str]:
     sentences = []
     for name, rules in by_option.items():
         shown = json.dumps(values[name], ensure_ascii=False, default=str)
-        sentences.append(f"{name.removesuffix('.name')}={shown.strip(chr(34))}: must be {' or '.join(rules)}.")
+        said = f"{name.removesuffix('.name')}={shown.strip(chr(34))}"
+        reason = f" ({WHY_NOT[said]})" if said in WHY_NOT else ""
+        sentences.append(f"{said}: must be {' or '.join(rules)}{reason}.")
     return sentences
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -20,6 +21,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "fedpurel, adapter": ("method=fedpurel", "method.kind=adapter", "method.schedule=interleaved"),
     "feddtl": ("method=feddtl", "method.sft_rounds=1"),
     "blend": ("method=blend",),
+    "mma": ("method=mma",),
+    "half of the clients": ("method=fedsdg", "clients.per_round=2"),
     "fedlora": ("method=fedlora",),
     "local": ("method=local",),
     "zero_shot": ("method=zero_shot",),
@@ -46,15 +49,37 @@ def test_ray_equals_in_process(case, reference, ray_session, out):
     assert_same_bits(reference[case], out)
 
 
-@pytest.mark.parametrize("actors", [1, 4])
-def test_number_of_actors_does_not_matter(actors, reference, ray_session, out):
-    go("method=fedglad", f"clients.actors={actors}", f"out={out}", *FAST)
-    assert_same_bits(reference["fedglad"], out)
+@pytest.mark.parametrize(
+    ("case", "actors"),
+    [
+        ("fedglad", 1),
+        ("fedglad", 4),
+        ("half of the clients", 1),
+        ("fedsdg by agreement", 4),
+        ("fedpurel, adapter", 4),
+        ("feddtl", 4),
+        ("blend", 4),
+    ],
+)
+def test_number_of_actors_does_not_matter(case, actors, reference, ray_session, out):
+    go(*CASES[case], f"clients.actors={actors}", f"out={out}", *FAST)
+    assert_same_bits(reference[case], out)
 
 
-def test_evaluation_frequency_does_not_matter(reference, out):
-    go("method=fedglad", "engine.pool=local", "eval.every=0", f"out={out}", *FAST)
-    assert_same_bits(reference["fedglad"], out, figures=False)
+@pytest.mark.parametrize("case", ["fedglad", "fedpurel, prompt", "feddtl", "blend"])
+def test_evaluation_frequency_does_not_matter(case, reference, out):
+    go(*CASES[case], "engine.pool=local", "eval.every=0", f"out={out}", *FAST)
+    assert_same_bits(reference[case], out, figures=False)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "zero_shot"])
+def test_a_run_cut_short_goes_on_to_the_same_bits(case, reference, out):
+    shutil.copytree(reference[case], out)
+    shutil.rmtree(out / "checkpoints" / "round_00003")
+    shutil.rmtree(out / "adapters")
+    (out / "summary.json").unlink()
+    go(*CASES[case], "engine.pool=local", f"out={out}", *FAST, "resume=auto")
+    assert_same_bits(reference[case], out)
 
 
 @pytest.mark.parametrize(

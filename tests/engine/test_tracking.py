@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from rayfed.run import main
-from tests.engine.runs import start
+from tests.engine.runs import run_well, start
 
 WORDS = [
     "engine.pool=local",
@@ -30,7 +32,7 @@ def test_a_run_is_in_the_store_with_options_figures_and_files(out):
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["method.rank"] == "4" and run.data.params["train.batch"] == "32"
-    assert {"torch", "git", "machine"} <= run.data.tags.keys()
+    assert {"torch", "mlflow", "git", "machine", "cpus", "memory_gib", "gpus"} <= run.data.tags.keys()
     summary = json.loads((out / "summary.json").read_text())
     for name, value in (
         ("personal/acc_macro", summary["personal"]["acc_macro"]),
@@ -64,14 +66,24 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(out):
 def test_several_processes_open_a_fresh_store_together(tmp_path):
     uri = f"sqlite:///{tmp_path.as_posix()}/shared.db"
     words = ["method=zero_shot", f"tracking.uri={uri}", "tracking.experiment=new", *WORDS]
-    running = [start(*words, f"out={tmp_path / str(k)}", f"seed={k}") for k in range(4)]
+    running = [start(*words, f"out={tmp_path / str(k)}", f"seed={k}") for k in range(8)]
     for process in running:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0 and "MLflow at" not in errors, output + errors
     client = MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("new").experiment_id])
-    assert sorted(run.data.params["seed"] for run in runs) == ["0", "1", "2", "3"]
+    assert sorted(run.data.params["seed"] for run in runs) == [str(k) for k in range(8)]
     assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_without_any_option_the_run_is_in_a_database_that_the_shown_command_opens(tmp_path):
+    words = [word for word in WORDS if not word.startswith("tracking.")]
+    done = run_well("method=zero_shot", *words, cwd=tmp_path)
+    (uri,) = re.findall(r"mlflow ui --host 127\.0\.0\.1 --backend-store-uri '(.+)'", done.stdout.replace("\n", ""))
+    assert Path(uri.removeprefix("sqlite:///")).resolve() == tmp_path / "outputs" / "mlflow.db"
+    client = MlflowClient(tracking_uri=uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("rayfed").experiment_id])
+    assert found.info.status == "FINISHED"
 
 
 def test_a_store_that_cannot_be_reached_costs_one_warning(tmp_path, caplog):

@@ -284,6 +284,8 @@ def test_low_precision_stays_finite(small, split, tmp_path):
     pair = Pair(small(*ADAM, "rounds=2", "engine.precision=bf16", "method.rl_epochs=1"), split, tmp_path)
     _, (payload,) = pair.train(1, [0], deliver=False)
     assert torch.isfinite(payload.params).all()
+    assert payload.params.dtype == torch.float32 and payload.params.abs().max() > 0
+    assert all(flat.data.dtype == torch.float32 for flat in pair.worker.bench.parameters.values())
 
 
 def test_clipping_by_hand():
@@ -454,13 +456,15 @@ def test_variants_train(small, split, tmp_path, words):
         assert figures["clip_share"] == 0
 
 
-def test_kept_activations_change_rounding_only(small, split, tmp_path):
-    trained = []
+@pytest.mark.parametrize("round_index", [0, 1], ids=["supervised", "policy"])
+def test_kept_activations_change_rounding_only(small, split, tmp_path, round_index):
+    trained, words = [], (*ADAM, "rounds=2", "train.optimizer=sgd", "train.lr=0.1")
     for cache in ("off", "fp32", "fp16"):
-        pair = Pair(small(*ADAM, f"engine.cache={cache}", "train.optimizer=sgd", "train.lr=0.1"), split, tmp_path)
-        _, (payload,) = pair.train(0, [1], deliver=False)
+        pair = Pair(small(*words, f"engine.cache={cache}"), split, tmp_path)
+        _, (payload,) = pair.train(round_index, [1], deliver=False)
         trained.append(payload.params)
         assert (pair.worker.bench.prefixes.bytes_kept > 0) == (cache != "off")
+    assert trained[0].abs().max() > 1e-3
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(trained[2], trained[0], rtol=0, atol=1e-3)
 

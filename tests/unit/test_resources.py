@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rayfed.config import parse_options
+from rayfed.engine.bench import use_autocast
 from rayfed.engine.resources import plan_actors
-from rayfed.errors import ResourceError
+from rayfed.errors import OptionError, ResourceError
 
 ONE_GPU = [{"CPU": 8.0, "GPU": 1.0}]
 BOX = [{"CPU": 2.0}]
@@ -52,3 +54,17 @@ def test_no_more_actors_than_clients_drawn():
     assert plan([{"CPU": 64.0}], "clients.per_round=5").num_actors == 5
     assert plan([{"CPU": 64.0}], "clients.actors=3").num_actors == 3
     assert plan([{"CPU": 2.0}, {"CPU": 4.0}]).num_actors == 6
+
+
+def test_half_precision_is_refused_with_the_reason(small):
+    with pytest.raises(OptionError, match=r"engine\.precision=fp16: must be .*'bf16' \(half precision ends at 65,504"):
+        small("method=fedlora", "engine.precision=fp16")
+
+
+def test_a_card_without_bfloat16_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    card = torch.device("cuda")
+    with pytest.raises(ResourceError, match=r"this GPU has no bfloat16: use engine\.precision=fp32"):
+        use_autocast("bf16", card)
+    assert not use_autocast("auto", card) and not use_autocast("fp32", card)
+    assert use_autocast("bf16", torch.device("cpu")) and not use_autocast("auto", torch.device("cpu"))
