@@ -266,8 +266,7 @@ def _from_text(value: Any, annotation: Any) -> Any:
 
 
 WHY_NOT = {
-    "engine.precision=fp16": "half precision ends at 65,504 and needs scaled gradients, at the cost of steps; bf16 does "
-    "not",
+    "engine.precision=fp16": "half precision ends at 65,504 and needs scaled gradients, at the cost of steps",
 }
 """Why a value is refused that users of other programs expect."""
 
