@@ -48,9 +48,8 @@ def interrupt(process):
     process.send_signal(signal.SIGINT)
 
 
-def terminate_group(process):
-    """As ``timeout``, a batch system or a service manager do: Ray's processes are hit too."""
-    os.killpg(process.pid, signal.SIGTERM)
+def terminate(process):
+    process.send_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,9 @@ def terminate_group(process):
         (["rounds=1", "method.faults=[setup]"], None, 2, "FAILED"),
         (["rounds=2", "method.faults=[raise:0@2,raise:1@2,raise:2@2,raise:3@2]"], None, 1, "FAILED"),
         (["rounds=500", "eval.every=0"], interrupt, 130, "KILLED"),
-        (["rounds=500", "eval.every=0"], terminate_group, 143, "KILLED"),
+        (["rounds=500", "eval.every=0"], terminate, 143, "KILLED"),
     ],
-    ids=["success", "failed start", "failed round", "ctrl-c", "terminated group"],
+    ids=["success", "failed start", "failed round", "ctrl-c", "terminated"],
 )
 def test_nothing_is_left(words, end, code, status, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -73,6 +72,16 @@ def test_nothing_is_left(words, end, code, status, monkeypatch, tmp_path):
     assert not left(seen)
     with sqlite3.connect(out / "mlflow.db") as store:
         assert store.execute("select status from runs").fetchall() == [(status,)]
+
+
+def test_nothing_is_left_of_a_group_that_is_terminated(monkeypatch, tmp_path):
+    """As a batch system or a shell ends a job: Ray's processes are hit too, perhaps before the run could close."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    out = tmp_path / "run"
+    words = [METHOD, "rounds=500", "eval.every=0"]
+    returned, _, seen = play(out, *words, end=lambda process: os.killpg(process.pid, signal.SIGTERM))
+    assert returned != 0 and not left(seen)
+    assert (out / "checkpoints" / "round_00001" / "manifest.json").exists()
 
 
 def names(processes):

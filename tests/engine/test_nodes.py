@@ -113,6 +113,7 @@ def test_server_is_tried_again_while_ray_offers_the_lost_node(monkeypatch):
 
     pool = object.__new__(ray_pool.RayPool)
     pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    pool._ended = ray.exceptions.RayActorError
     pool._start_server = lambda: (starts.append("try"), (f"actor {len(starts)}", len(starts)))[1]
     pool._options = SimpleNamespace(engine=SimpleNamespace(retries=2))
     assert pool._replacement() == "actor 3"
