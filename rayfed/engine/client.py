@@ -31,7 +31,7 @@ from rayfed.engine.memory import Need
 from rayfed.engine.packing import Packet, Packing, Update
 from rayfed.engine.policy import out_of_range, update_problem
 from rayfed.engine.store import ClientStore, StateRef
-from rayfed.errors import NonFiniteError, StorageError
+from rayfed.errors import NonFiniteError, ResourceError, StorageError
 from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef, WireField
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
 from rayfed.state import ClientState
@@ -159,8 +159,13 @@ class ClientWorker:
         images = self.bench.images(self.task.train, first)
         options = self.options.train.model_copy(update={"epochs": 1})
         rehearsed = dataclasses.replace(self._local_job(job, state), train=images, options=options)
-        with memory.enough("one client alone", "lower train.batch, or choose a smaller backbone"):
-            self.bench.method.client_step(self.bench.model, rehearsed)
+        try:
+            with memory.enough("one client alone", "lower train.batch, or choose a smaller backbone"):
+                self.bench.method.client_step(self.bench.model, rehearsed)
+        except ResourceError:
+            raise
+        except Exception:  # whatever it is, the client's own training will tell
+            return None
         return Need(memory.most(self.bench.device), available)
 
     def predict(

@@ -37,7 +37,8 @@ def draw_all(
         drawn.append(save(out, "training.png", lambda: training(history)))
     if any(e["global"].get("few") is not None for _, e in evaluated):
         drawn.append(save(out, "balance.png", lambda: by_class_size(evaluated)))
-    drawn += [save(out, f"{name}.png", functools.partial(heatmaps, panels)) for name, panels in cells(history).items()]
+    for name, panels in cells(history).items():
+        drawn.append(save(out, f"{name}.png", functools.partial(heatmaps, panels, name)))
     return drawn
 
 
@@ -198,8 +199,8 @@ def cells(history: Sequence[Mapping[str, Any]]) -> dict[str, Cells]:
     return found
 
 
-def heatmaps(panels: Cells) -> Figure:
-    """One heatmap a panel, rows in order of their names and rounds across; all panels share one colour scale."""
+def heatmaps(panels: Cells, name: str) -> Figure:
+    """One heatmap a panel, rows in order of their names and rounds across; one colour scale, that of ``name``."""
     values = [v for rows in panels.values() for row in rows.values() for v in row.values()]
     names = sorted({name for rows in panels.values() for name in rows})
     last = max(index for rows in panels.values() for row in rows.values() for index in row)
@@ -212,7 +213,7 @@ def heatmaps(panels: Cells) -> Figure:
         place.set_yticks(range(len(names)), names, fontsize=7)
         place.set(xlabel="round", title=panel)
         place.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, ax=axes, fraction=0.04)
+    figure.colorbar(image, ax=axes, fraction=0.04, label=name)
     return figure
 
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from rayfed.aggregation.exact import ExactSum, weighted_mean
+from rayfed.engine import memory
 from rayfed.engine.bench import task_view
 from rayfed.engine.client import ClientWorker
 from rayfed.engine.jobs import ClientReport, TrainJob
+from rayfed.engine.memory import Need
 from rayfed.engine.packing import Packing, Update
 from rayfed.engine.server import Server
-from rayfed.errors import RoundError
+from rayfed.errors import ResourceError, RoundError
 from rayfed.messages import ClientFailure, Payload, Phase, RoundRef
 
 METHOD = "method=tests.engine.faulty:Faulty"
@@ -140,3 +142,23 @@ def test_a_refused_update_is_left_out_of_the_sum_of_those_it_came_with():
     assert [type(outcome) for outcome in outcomes] == [ClientReport, ClientReport, ClientFailure, ClientReport]
     assert packet.clients == (0, 1, 3)
     assert packet.folded.weight == 9 and torch.equal(packet.folded.mean(), torch.full((1000,), 7 / 3))
+
+
+def test_a_rehearsal_tells_what_it_took_and_changes_nothing(small, task, tmp_path, monkeypatch):
+    server = Server(small(METHOD), task_view(task), task.proxy)
+    phase = server.bench.method.phases(0, 2)[0]
+    broadcast, job = server.begin(0, phase), TrainJob(1, 1, phase)
+    plain, rehearsed = (ClientWorker(small(METHOD), task, tmp_path / name) for name in ("plain", "rehearsed"))
+    assert rehearsed.rehearse(broadcast, job) is None, "the CPU has no card"
+    monkeypatch.setattr(memory, "total", lambda device: 1000)
+    monkeypatch.setattr(memory, "most", lambda device: 400)
+    assert rehearsed.rehearse(broadcast, job) == Need(400, 1000)
+    (one, _), (other, _) = (worker.train(broadcast, [job]) for worker in (plain, rehearsed))
+    assert one[0].metrics == other[0].metrics and one[0].state == other[0].state
+
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(rehearsed.bench.method, "client_step", runs_out)
+    with pytest.raises(ResourceError, match=r"one client alone ran out of memory \(no room\): lower train\.batch"):
+        rehearsed.rehearse(broadcast, job)
