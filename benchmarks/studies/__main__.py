@@ -30,10 +30,11 @@ def main() -> None:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             chosen = [cell for cell in study.cells if cell.row.startswith(arguments.only)]
             list(pool.map(lambda cell: run_cell(cell, folder), chosen))
-    text = table(study, folder)
+    found = load(study.cells, folder)
+    text = table(study, found)
     (folder / "table.md").write_text(text + "\n", "utf-8")
     if study.picture is not None:
-        study.picture(load(study.cells, folder)).savefig(folder / "rounds.png", dpi=130)
+        study.picture(found).savefig(folder / "rounds.png", dpi=130)
     print(text)
 
 

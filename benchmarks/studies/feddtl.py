@@ -20,13 +20,13 @@ METHODS: dict[str, tuple[str, ...]] = {
     "feddtl, plain LoRA, 6 rounds": ("method=feddtl", "method.decouple=false", "method.two_stage=false"),
 }
 ROUNDS = {"zero_shot": "rounds=1", "feddtl, plain LoRA, 6 rounds": "rounds=6"}
+NOISY = "16, noisy, Dirichlet 0.1"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "16, disjoint": ("data.shots=16", "partition=disjoint"),
     "16, Dirichlet 0.1": ("data.shots=16", "partition.alpha=0.1"),
     "32, Dirichlet 0.1": ("data.shots=32", "partition.alpha=0.1"),
-    "16, noisy, Dirichlet 0.1": ("data.shots=16", "data.domains=[noisy]", "partition.alpha=0.1"),
+    NOISY: ("data.shots=16", "data.domains=[noisy]", "partition.alpha=0.1"),
 }
-NOISY = "16, noisy, Dirichlet 0.1"
 EXPLORING: dict[str, tuple[str, ...]] = {
     "feddtl, both, sigma 1": ("method.sigma=1.0",),
     "feddtl, both, categorical": ("method.action=categorical",),

@@ -10,9 +10,8 @@ from pathlib import Path
 from benchmarks.studies.cells import Cell, Result, Study
 
 
-def table(study: Study, folder: Path) -> str:
+def table(study: Study, found: dict[str, list[Result]]) -> str:
     """One row per variant: the study's columns, bytes sent, rounds until the goal row's final GM, seeds found."""
-    found = load(study.cells, folder)
     goals = {r["summary"]["seed"]: r["global_by_round"][-1] for r in found.get(study.goal or "", [])}
     head = ["", *(name for name, _ in study.columns), "MiB up + down"]
     head += [f"rounds to {study.goal}'s GM", "seeds"] if study.goal else ["seeds"]

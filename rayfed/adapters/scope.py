@@ -101,6 +101,11 @@ class FlatParameters:
         """Split flat ``values`` [P] into ``{parameter name: tensor}``."""
         return {entry.name: values[entry.start : entry.stop].view(entry.shape) for entry in self.entries}
 
+    def largest(self, values: Tensor) -> str:
+        """Name of the parameter in which the largest magnitude of ``values`` [P] lies; one that is not finite wins."""
+        place = int(values.abs().nan_to_num(nan=float("inf")).argmax())
+        return next(entry.name for entry in self.entries if entry.start <= place < entry.stop)
+
     def flatten(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the flat tensor [P] of named ``tensors``. Raises AdapterError listing missing and spare names."""
         names = {entry.name for entry in self.entries}

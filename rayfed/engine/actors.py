@@ -52,7 +52,7 @@ def start(shell: type, cpu: float, gpu: float) -> Any:
         actor = idle.pop()
         try:
             ray.get(actor.ping.remote(), timeout=10)
-        except (ray.exceptions.RayError, TimeoutError):  # dead, killed for memory, or silent
+        except ray.exceptions.RayError:  # dead, killed for memory, or silent
             kill(actor)
         else:
             return actor

@@ -290,21 +290,12 @@ class ClientWorker:
             norm=norm,
             sizes=self._sizes(client, count) if wire else {},
             share=share,
+            where=self.bench.parameters[Scope.SHARED].largest,
         )
         if problem is None:
             return None
-        if out_of_range(update.payload, share):
-            return NonFiniteError(f"update refused: {problem}{self._worst(update.payload, Scope.SHARED)}")
-        return ValueError(f"update refused: {problem}")
-
-    def _worst(self, values: Payload | Tensor, scope: Scope) -> str:
-        """In words, the parameter in which the largest (or an undefined) number of flat ``values`` lies."""
-        flat = values.params if isinstance(values, Payload) else values
-        if flat is None or not flat.numel():
-            return ""
-        place = int(flat.abs().nan_to_num(nan=float("inf")).argmax())
-        names = [e.name for e in self.bench.parameters[scope].entries if e.start <= place < e.stop]
-        return f" (in {names[0]})"
+        kind = NonFiniteError if out_of_range(update.payload, share) else ValueError
+        return kind(f"update refused: {problem}")
 
     def _wire_up(self, phase: str) -> tuple[WireField, ...]:
         if phase not in self._wires:
@@ -319,10 +310,10 @@ class ClientWorker:
         return sizes | {"R": len(self.task.clients[client_id].train)}
 
     def _refuse_bad_private(self) -> None:
-        private = self.bench.parameters[Scope.PRIVATE].data
-        if private.numel() and not bool(torch.isfinite(private).all()):
-            where = self._worst(private, Scope.PRIVATE)
-            raise NonFiniteError(f"update refused: private parameters are not finite{where}")
+        private = self.bench.parameters[Scope.PRIVATE]
+        if private.entries and not bool(torch.isfinite(private.data).all()):
+            where = private.largest(private.data)
+            raise NonFiniteError(f"update refused: private parameters are not finite (in {where})")
 
     def _stage(self, job: TrainJob, keep: dict[str, Tensor]) -> StateRef | None:
         assert self._round is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,17 +20,19 @@ def update_problem(
     sizes: Mapping[str, int],
     share: float,
     norm: float = math.inf,
+    where: Callable[[Tensor], str] | None = None,
 ) -> str | None:
     """Return why an upload is refused (keys, shapes, types, finite, size), or None for a good one.
 
     ``params``: how many shared parameters it must carry (None: none at all). ``sizes``: the symbols of the wire's
     shapes; of R the most rows there may be. ``share``: the client's weight times the number of clients; bounds what
     exact sums can hold. ``norm``: the length of the shared parameters; where that is in range, so is their largest.
+    ``where``: the name of the parameter in which their largest lies.
     """
     wanted = {field.name: field for field in wire}
     if payload.extras.keys() != wanted.keys():
         return f"extras {sorted(payload.extras)} where {sorted(wanted)} are declared"
-    if problem := _params_problem(payload.params, params, norm, share):
+    if problem := _params_problem(payload.params, params, norm, share, where):
         return problem
     sizes = {**sizes, "R": _rows(payload, wire, sizes.get("R", -1))}
     for name, tensor in payload.extras.items():
@@ -60,7 +62,9 @@ def _rows(payload: Payload, wire: Sequence[WireField], most: int) -> int:
     return -1
 
 
-def _params_problem(params: Tensor | None, wanted: int | None, norm: float, share: float) -> str | None:
+def _params_problem(
+    params: Tensor | None, wanted: int | None, norm: float, share: float, where: Callable[[Tensor], str] | None
+) -> str | None:
     if wanted is None:
         return None if params is None else "shared parameters in a phase that uploads none"
     if params is None or tuple(params.shape) != (wanted,) or params.dtype is not torch.float32:
@@ -69,8 +73,9 @@ def _params_problem(params: Tensor | None, wanted: int | None, norm: float, shar
     if norm * share < LIMIT:
         return None
     size = largest(params)
+    if size * share < LIMIT:
+        return None
+    place = "" if where is None else f" (in {where(params)})"
     if not math.isfinite(size):
-        return "shared delta is not finite"
-    if size * share >= LIMIT:
-        return f"shared delta reaches {size:.3g}, too large to be a trained adapter"
-    return None
+        return f"shared delta is not finite{place}"
+    return f"shared delta reaches {size:.3g}, too large to be a trained adapter{place}"

@@ -60,6 +60,11 @@ class _Slot:
     retired: bool = False
     failed_starts: int = 0
 
+    def retire(self) -> None:
+        """End its actor for good."""
+        self.retired, self.usable = True, False
+        actors.kill(self.actor)
+
     def worked(self, seconds: Sequence[float]) -> None:
         """Its actor trained clients, which took so many ``seconds`` each."""
         self.trained, self.seconds = self.trained + len(seconds), self.seconds + sum(seconds)
@@ -106,7 +111,6 @@ class RayPool:
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
         self._fitted, self._phase = options.clients.gpu <= 0, ""
-        self._ended = ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
         self._pieces: dict[tuple[str, str], Any] = {}
         self._current: tuple[tuple[str, str], ...] = ()
         self._started = False
@@ -121,6 +125,11 @@ class RayPool:
             self.close()
             raise
         self._started = True
+
+    @property
+    def _ended(self) -> tuple[type[Exception], ...]:
+        """What Ray raises where an actor's process is gone, whatever ended it."""
+        return self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError
 
     # Actors
 
@@ -183,9 +192,7 @@ class RayPool:
         try:
             return work()
         except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RayfedError):
-                raise error.cause from None
-            raise
+            raise _raised(error) from None
         except self._ended as error:
             raise ResourceError(f"the server actor died while starting ({first_line(error)}).") from error
 
@@ -197,7 +204,7 @@ class RayPool:
         try:
             return reference, self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+            raise _raised(error) from None
         except self._ended as error:
             raise ServerLost(f"the server actor died ({first_line(error)})") from error
 
@@ -253,12 +260,12 @@ class RayPool:
         clients = self._options.clients
         self._room = 1 if deadline_s is not None or clients.over_select > 0 else CALLS_IN_FLIGHT
         self._grow()
-        if verb == "train":
+        if verb == "train" and jobs:
             self._fit_to_cards(broadcast, jobs)
+            self._forget_paces(jobs[0])
         usable = [slot for slot in self._slots if slot.usable]
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
-        self._forget_paces(jobs)
         self._deal(jobs)
         try:
             while self._send(verb, broadcast) or self._unfinished():
@@ -282,7 +289,7 @@ class RayPool:
 
         One actor a card trains one batch of the largest client for it. Raises ResourceError if not even one fits.
         """
-        if self._fitted or not jobs:
+        if self._fitted:
             return
         self._fitted = True
         cards: dict[tuple[str, str], list[_Slot]] = {}
@@ -295,32 +302,29 @@ class RayPool:
             try:
                 need = self._ray.get(answer)
             except self._ray.exceptions.RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+                raise _raised(error) from None
             except self._ray.exceptions.RayError:
                 continue  # what became of the actor is found out as it is given work
             if need is not None:
                 self._spare_card(cards[card], need)
 
     def _rehearsal(self, slot: _Slot, broadcast: Any, job: Job) -> Any:
-        news = [key for key in self._current if key not in slot.held]
-        slot.held.update(news)
-        return slot.actor.rehearse.remote(broadcast, job, *(self._pieces[key] for key in news))
+        return slot.actor.rehearse.remote(broadcast, job, *self._news(slot))
 
     def _spare_card(self, slots: Sequence[_Slot], need: Need) -> None:
         room = max(1, need.side_by_side)
         for slot in slots[room:]:
-            slot.retired, slot.usable = True, False
-            actors.kill(slot.actor)
+            slot.retire()
         if room < len(slots):
             log.warning("%s: %d side by side instead of %d (raise clients.gpu)", need, room, len(slots))
 
-    def _forget_paces(self, jobs: Sequence[Job]) -> None:
-        """Start to measure anew; what another phase took says nothing about this one."""
-        phase = next((job.phase.name for job in jobs if isinstance(job, TrainJob)), "")
+    def _forget_paces(self, job: Job) -> None:
+        """Start to measure anew; what another phase than that of ``job`` took says nothing about it."""
+        assert isinstance(job, TrainJob)
         for slot in self._slots:
             slot.trained, slot.seconds = 0, 0.0
-            slot.pace = slot.pace if phase == self._phase else 0.0
-        self._phase = phase or self._phase
+            slot.pace = slot.pace if job.phase.name == self._phase else 0.0
+        self._phase = job.phase.name
 
     def _has_straggler(self, slot: _Slot) -> bool:
         """Whether the slot's actor is still at work for an earlier run."""
@@ -349,16 +353,20 @@ class RayPool:
         return sent
 
     def _call(self, slot: _Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
-        news = [key for key in self._current if key not in slot.held]
         call = getattr(slot.actor, verb).options(num_returns=2)
         # A tuple: Ray would pack a list job by job.
-        report, packet = call.remote(broadcast, tuple(jobs), *(self._pieces[key] for key in news))
-        slot.held.update(news)
+        report, packet = call.remote(broadcast, tuple(jobs), *self._news(slot))
         weight = self._room if jobs[0] in self._suspects else 1
         self._waiting[report] = _Call(
             "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
         )
         slot.busy += weight
+
+    def _news(self, slot: _Slot) -> list[Any]:
+        """The broadcast's sticky fields that the slot's actor does not hold; it does from now on."""
+        news = [key for key in self._current if key not in slot.held]
+        slot.held.update(news)
+        return [self._pieces[key] for key in news]
 
     def _next_jobs(self, slot: _Slot, verb: Verb, left: int) -> list[Job]:
         """The slot's share of the ``left`` jobs: its own first, then from the end of the longest queue.
@@ -386,7 +394,7 @@ class RayPool:
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, self._ray.exceptions.ObjectLostError):  # what it was to read died with a node
                 return self._recover(call, error, input_lost=True)
-            raise (error.cause if isinstance(error.cause, RayfedError) else error) from None
+            raise _raised(error) from None
         except self._ray.exceptions.RayError as error:
             return self._recover(call, error)
         if call.kind == "setup":
@@ -440,8 +448,7 @@ class RayPool:
             return outcomes
         self._singles.extend(again)
         if len(running) > 1 and call.slot in running and call.slot.actor is call.actor:
-            call.slot.retired, call.slot.usable = True, False
-            actors.kill(call.actor)  # gives its memory back
+            call.slot.retire()  # gives its memory back
             log.warning(
                 "client %s ran out of memory: going on with %d side by side (raise clients.gpu or lower train.batch)",
                 ", ".join(str(job.client_id) for job in again),
@@ -513,6 +520,12 @@ class RayPool:
 
 def _start(job: Job) -> int:
     return job.start if isinstance(job, PredictJob) else 0
+
+
+def _raised(error: Any) -> Exception:
+    """What an actor raised on purpose, out of Ray's wrapper; else the wrapper."""
+    found: Exception = error.cause if isinstance(error.cause, RayfedError) else error
+    return found
 
 
 def _reason(ray: Any, error: Exception) -> str:

@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import rayfed
 from rayfed import config
 from rayfed.conf.options import RunOptions
@@ -144,6 +142,10 @@ class Observers:
                 log.warning("%s: %s: %s; the run goes on", what, type(error).__name__, error)
 
 
+CARDS = Path("/proc/driver/nvidia/gpus")
+"""Where the NVIDIA driver tells of its cards; asking torch would take memory of one that the driver was not given."""
+
+
 def provenance() -> dict[str, str]:
     """Versions, machine and git state: what a number needs beside it."""
     packages = ("torch", "torchvision", "ray", "open_clip_torch", "timm", "peft", "mlflow", "numpy")
@@ -158,9 +160,10 @@ def provenance() -> dict[str, str]:
 
 
 def _hardware() -> dict[str, str]:
-    """Of the driver's machine: processors, memory, and the cards that torch sees."""
+    """Of the driver's machine: processors, memory, and cards, of which none is opened for it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = [line for path in CARDS.glob("*/information") for line in path.read_text("utf-8").splitlines()]
+    cards = [line.partition(":")[2].strip() for line in found if line.startswith("Model:")]
     return {
         "cpus": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "memory_gib": f"{memory / 2**30:.1f}",

@@ -68,7 +68,7 @@ def test_nothing_is_left(words, end, code, status, monkeypatch, tmp_path):
     out = tmp_path / "run"
     returned, errors, seen = play(out, METHOD, *words, end=end)
     assert returned == code and "Traceback" not in errors, errors
-    assert any("ServerActor" in name or "raylet" in name for name in names(seen)) or len(seen) > 4
+    assert len(seen) > 4
     assert not left(seen)
     with sqlite3.connect(out / "mlflow.db") as store:
         assert store.execute("select status from runs").fetchall() == [(status,)]
@@ -82,12 +82,3 @@ def test_nothing_is_left_of_a_group_that_is_terminated(monkeypatch, tmp_path):
     returned, _, seen = play(out, *words, end=lambda process: os.killpg(process.pid, signal.SIGTERM))
     assert returned != 0 and not left(seen)
     assert (out / "checkpoints" / "round_00001" / "manifest.json").exists()
-
-
-def names(processes):
-    """Their names, of those that can still tell."""
-    for process in processes:
-        try:
-            yield process.name()
-        except psutil.Error:
-            continue

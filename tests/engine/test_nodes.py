@@ -6,16 +6,12 @@ import json
 import socket
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
-import ray.exceptions
 from ray._private.state import GlobalState
 from ray._raylet import GcsClientOptions
 from ray.cluster_utils import Cluster
 
-from rayfed.engine import ray_pool
-from rayfed.errors import ResourceError
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
 WORDS = [*[w for w in FAST if not w.startswith(("clients.n=", "rounds="))], "clients.n=8", "rounds=12"]
@@ -101,24 +97,3 @@ def test_cards_that_torch_cannot_use_are_reported_with_the_node(cluster, tmp_pat
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"a process on node {socket.gethostname()} but torch sees no GPU there" in done.stderr
     assert "round 1/" not in done.stdout
-
-
-def test_server_is_tried_again_while_ray_offers_the_lost_node(monkeypatch):
-    monkeypatch.setattr(ray_pool, "PAUSE_S", 0.0)
-    starts = []
-
-    def get(ready):
-        if ready < 3:
-            raise ray.exceptions.ActorDiedError()
-
-    pool = object.__new__(ray_pool.RayPool)
-    pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
-    pool._ended = ray.exceptions.RayActorError
-    pool._start_server = lambda: (starts.append("try"), (f"actor {len(starts)}", len(starts)))[1]
-    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=2))
-    assert pool._replacement() == "actor 3"
-    starts.clear()
-    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=1))
-    with pytest.raises(ResourceError, match="the server actor died while starting"):
-        pool._replacement()
-    assert len(starts) == 2

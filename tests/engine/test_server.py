@@ -112,18 +112,24 @@ def test_snapshot_and_restore_give_the_same_state(pair, small, task):
     assert torch.equal(other.state.extras["teacher"], torch.arange(3.0))
 
 
+def packed(deltas, counts, refusal):
+    """Outcomes and packet of clients that made these deltas [1000] on so many images."""
+    packing = Packing(ExactSum.zeros(1000), refusal)
+    for client, (delta, count) in enumerate(zip(deltas, counts, strict=True)):
+        report = ClientReport(client, count, 1, {}, 0, None, None, 0.0)
+        packing.add(Update(TrainJob(client, 0, Phase()), report, Payload(delta)))
+    return packing.close(RoundRef(0, "train", 0))
+
+
 def test_a_packet_holds_every_update_however_many_are_added_up_at_once():
     """66 of this size are added up together: 150 leave a remainder."""
     generator = torch.Generator().manual_seed(0)
     deltas = [torch.randn(1000, generator=generator) for _ in range(150)]
-    packing = Packing(ExactSum.zeros(1000), lambda update, norm: None)
-    for client, delta in enumerate(deltas):
-        report = ClientReport(client, client % 7, 1, {}, 0, None, None, 0.0)
-        packing.add(Update(TrainJob(client, 0, Phase()), report, Payload(delta)))
-    outcomes, packet = packing.close(RoundRef(0, "train", 0))
+    counts = [client % 7 for client in range(150)]
+    outcomes, packet = packed(deltas, counts, lambda update, norm: None)
     assert [outcome.metrics["update_norm"] for outcome in outcomes] == [float(delta.norm()) for delta in deltas]
     assert packet.clients == tuple(range(150)) and packet.items == ()
-    assert torch.equal(packet.folded.mean(), weighted_mean(deltas, [client % 7 for client in range(150)]))
+    assert torch.equal(packet.folded.mean(), weighted_mean(deltas, counts))
 
 
 def test_a_refused_update_is_left_out_of_the_sum_of_those_it_came_with():
@@ -133,12 +139,7 @@ def test_a_refused_update_is_left_out_of_the_sum_of_those_it_came_with():
         problem = ClientFailure(RoundRef(0, "train", 0), update.job.client_id, "NonFiniteError", "not finite")
         return None if math.isfinite(norm) else problem
 
-    packing = Packing(ExactSum.zeros(1000), refusal)
-    for client, delta in enumerate(deltas):
-        packing.add(
-            Update(TrainJob(client, 0, Phase()), ClientReport(client, 3, 1, {}, 0, None, None, 0.0), Payload(delta))
-        )
-    outcomes, packet = packing.close(RoundRef(0, "train", 0))
+    outcomes, packet = packed(deltas, [3] * 4, refusal)
     assert [type(outcome) for outcome in outcomes] == [ClientReport, ClientReport, ClientFailure, ClientReport]
     assert packet.clients == (0, 1, 3)
     assert packet.folded.weight == 9 and torch.equal(packet.folded.mean(), torch.full((1000,), 7 / 3))

@@ -12,7 +12,7 @@ from torch import nn
 from rayfed.adapters.feature import FeatureMask
 from rayfed.adapters.lora import AdaptedLinear, LoRABranch, Switch
 from rayfed.adapters.scope import Scope
-from rayfed.aggregation.exact import FRACTION_BITS, ExactSum, weighted_mean
+from rayfed.aggregation.exact import weighted_mean
 from rayfed.methods.fedpurel import (
     aligned_kl,
     purify,
@@ -22,7 +22,7 @@ from rayfed.methods.fedpurel import (
     temperature_aligned_kl,
 )
 from rayfed.metrics.groups import many_medium_few
-from tests.golden import arrays, manifest
+from tests.golden import arrays, exact_mean, manifest
 
 
 def tensor(values) -> torch.Tensor:
@@ -206,10 +206,7 @@ def test_weighted_mean(kind):
         inputs, output = {k: {"prompt": v} for k, v in inputs.items()}, {"prompt": output}
     for key, want in output.items():
         values = [tensor(inputs[str(k)][key]).flatten() for k in clients]
-        exact = ExactSum.zeros(values[0].numel())
-        exact.add(torch.stack(values), sizes)
-        got = exact.total.double() / (exact.weight * 2.0**FRACTION_BITS)
-        torch.testing.assert_close(got, tensor(want).flatten(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(exact_mean(values, sizes), tensor(want).flatten(), rtol=0, atol=1e-12)
         sent = weighted_mean([v.float() for v in values], sizes)
         torch.testing.assert_close(sent.double(), tensor(want).flatten(), rtol=0, atol=2e-7)
 

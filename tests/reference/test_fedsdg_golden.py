@@ -15,7 +15,7 @@ from rayfed.adapters.gated import Mixing, gated_dual_lora
 from rayfed.adapters.lora import mix_branches
 from rayfed.adapters.scope import Scope, flatten_scopes
 from rayfed.aggregation.alignment import alignment_cosines, alignment_weights
-from rayfed.aggregation.exact import FRACTION_BITS, ExactSum, weighted_mean
+from rayfed.aggregation.exact import weighted_mean
 from rayfed.backbones.base import Backbone, Preprocessing
 from rayfed.conf.method import fedlora, fedsdg, local
 from rayfed.conf.options import TrainOptions
@@ -24,7 +24,7 @@ from rayfed.methods import make_method
 from rayfed.methods.base import Batch, Group, TaskView
 from rayfed.methods.fedsdg import gate_penalty
 from rayfed.metrics.accuracy import spread
-from tests.golden import FOLDER, arrays, manifest
+from tests.golden import FOLDER, arrays, exact_mean, manifest
 
 LAYER = manifest("fedsdg", "a_lora_layer")["cases"]
 LAYER_ARRAYS = arrays("fedsdg", "a_lora_layer")
@@ -345,9 +345,7 @@ def test_plain_mean_of_what_is_shared(name, dtype):
         want = sum(values[f"client{i}/{key}"].double() for i in range(4)) / 4
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
         if dtype == "float64":
-            exact = ExactSum.zeros(want.numel())
-            exact.add(torch.stack([values[f"client{i}/{key}"].flatten() for i in range(4)]), [1] * 4)
-            mean = exact.total.double() / (4 * 2.0**FRACTION_BITS)
+            mean = exact_mean([values[f"client{i}/{key}"].flatten() for i in range(4)], [1] * 4)
             torch.testing.assert_close(mean.view(want.shape), want, rtol=0, atol=1e-12)
 
 

@@ -19,7 +19,6 @@ def bare_pool(get):
     """A pool without actors, whose ``ray.get`` is ``get``."""
     pool = object.__new__(ray_pool.RayPool)
     pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
-    pool._ended = ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
     call = SimpleNamespace(remote=lambda verb, *args: verb)
     pool._server = SimpleNamespace(call=call, ping=SimpleNamespace(remote=lambda: "ping"))
     return pool
@@ -61,3 +60,22 @@ def test_running_out_of_memory_says_who_and_what_to_do():
         raise MemoryError("no room")
     with pytest.raises(ValueError, match="something else"), memory.enough("the server", ""):
         raise ValueError("something else")
+
+
+def test_server_is_tried_again_while_ray_offers_the_lost_node(monkeypatch):
+    monkeypatch.setattr(ray_pool, "PAUSE_S", 0.0)
+    starts = []
+
+    def get(ready):
+        if ready < 3:
+            raise ray.exceptions.ActorDiedError()
+
+    pool = bare_pool(get)
+    pool._start_server = lambda: (starts.append("try"), (f"actor {len(starts)}", len(starts)))[1]
+    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=2))
+    assert pool._replacement() == "actor 3"
+    starts.clear()
+    pool._options = SimpleNamespace(engine=SimpleNamespace(retries=1))
+    with pytest.raises(ResourceError, match="the server actor died while starting"):
+        pool._replacement()
+    assert len(starts) == 2
