@@ -190,6 +190,9 @@ def _play(options: RunOptions, out: Path, started: float) -> int:
     from rayfed.engine import heap
 
     heap.load("torch")
+    from rayfed.engine import compiler
+
+    compiler.leave_asleep()
     from rayfed.data import build_task_from_options
     from rayfed.engine.resources import plan_here
 

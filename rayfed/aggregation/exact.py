@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +29,10 @@ class ExactSum:
     weight: int = 0
     bound: float = 0.0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As an array: torch pickles a tensor as a file inside the file, and copies it three times."""
+        return _exact_sum, (self.total.numpy(), self.weight, self.bound)
+
     @classmethod
     def zeros(cls, size: int) -> ExactSum:
         """Empty sum of ``size`` coordinates."""
@@ -41,7 +48,10 @@ class ExactSum:
         self._reserve(sum(size * weight for size, weight in zip(sizes.tolist(), weights, strict=True)))
         # Exact in float32: the factor is a power of two, and whatever then has a fraction is below 2**23.
         fixed = (deltas * 2.0**FRACTION_BITS).round_().long()
-        self.total += fixed.mul_(torch.tensor(weights, dtype=torch.int64).unsqueeze(1)).sum(0)
+        if len(set(weights)) == 1:
+            self.total.add_(fixed.sum(0), alpha=weights[0])
+        else:
+            self.total += fixed.mul_(torch.tensor(weights, dtype=torch.int64).unsqueeze(1)).sum(0)
         self.weight += sum(weights)
 
     def merge(self, other: ExactSum) -> None:
@@ -60,6 +70,10 @@ class ExactSum:
         if not self.bound + amount < LIMIT:
             raise OverflowError(f"delta x weight adds up to {self.bound + amount:.3g}, above {LIMIT:.3g}")
         self.bound += amount
+
+
+def _exact_sum(total: npt.NDArray[np.int64], weight: int, bound: float) -> ExactSum:
+    return ExactSum(torch.from_numpy(total.copy()), weight, bound)
 
 
 def largest(delta: Tensor) -> float:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rayfed.conf.options import RESUMABLE
-from rayfed.engine.store import StateRef, write_whole
+from rayfed.engine.jobs import StateRef
+from rayfed.engine.store import write_whole
 from rayfed.errors import CheckpointError, StorageError
 
 MANIFEST, SERVER = "manifest.json", "server.safetensors"

@@ -26,11 +26,11 @@ from rayfed.data.task import Task
 from rayfed.engine import memory
 from rayfed.engine.bench import Bench, task_view
 from rayfed.engine.images import ArrayImages
-from rayfed.engine.jobs import ClientReport, Prediction, Predictions, PredictJob, TrainJob
+from rayfed.engine.jobs import ClientReport, Prediction, Predictions, PredictJob, StateRef, TrainJob
 from rayfed.engine.memory import Need
 from rayfed.engine.packing import Packet, Packing, Update
 from rayfed.engine.policy import out_of_range, update_problem
-from rayfed.engine.store import ClientStore, StateRef
+from rayfed.engine.store import ClientStore
 from rayfed.errors import NonFiniteError, ResourceError, StorageError
 from rayfed.messages import Broadcast, ClassList, ClientFailure, Payload, Phase, Piece, RoundRef, WireField
 from rayfed.methods.base import Batch, ClientResult, FitReport, GradientRule, Group, Images, Objective, TaskView, View
@@ -328,9 +328,11 @@ class ClientWorker:
     def _score_trained(self, job: TrainJob) -> Predictions:
         """Test predictions of the client's model as the client step left it: personal once it has private state."""
         view: View = "personal" if job.phase.private or job.private is not None else "global"
+        images = self._client_images("test", job.client_id)
+        if not len(images):
+            return np.zeros(0, np.int32)
         trained_text = self.bench.text_owners & {Scope.SHARED, Scope.PRIVATE}
         classes = self.bench.class_features() if trained_text else self._class_features(None)
-        images = self._client_images("test", job.client_id)
         with self.bench.inference():
             return self._most_likely(images, lambda batch: self._logits(batch, view, classes))[0]
 

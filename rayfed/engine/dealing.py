@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-WHOLE_S, LEAST_S = 0.025, 0.01
-"""A call costs milliseconds all round: what takes less is not divided further, and no call is made for less."""
+WHOLE_S, LEAST_S = 0.5, 0.01
+"""A call costs five milliseconds all round, as much as the actors of so short a phase come out uneven: a due that takes
+less is not divided, and no call is made for less."""
 QUICK, SLOW = 7 / 8, 1 / 2
 """What part of its due an actor gets in one call; many quick jobs come out even, a few slow ones may not."""
 

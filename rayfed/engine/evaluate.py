@@ -10,8 +10,7 @@ import numpy as np
 
 from rayfed.data.task import Task
 from rayfed.engine import novel
-from rayfed.engine.jobs import Prediction, Predictions, PredictJob, stretches
-from rayfed.engine.store import StateRef
+from rayfed.engine.jobs import Prediction, Predictions, PredictJob, StateRef, stretches
 from rayfed.metrics.accuracy import BoolArray, over_clients, per_class
 from rayfed.metrics.balance import balance
 from rayfed.metrics.groups import class_groups

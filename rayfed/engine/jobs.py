@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rayfed.engine.store import StateRef
 from rayfed.messages import Phase
 
 Predictions = npt.NDArray[np.int32]
@@ -23,11 +22,28 @@ def stretches(total: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + STRETCH, total)
 
 
-# No slots in what crosses by the thousand: a frozen class with them pickles through slow Python code.
+def pack(things: tuple[Any, ...]) -> bytes:
+    """Jobs or what became of them, as bytes for a Ray call: its own pickler asks Python about every single object."""
+    return pickle.dumps(things, pickle.HIGHEST_PROTOCOL)
 
 
-@dataclass(frozen=True)
-class TrainJob:
+def unpack(data: bytes) -> tuple[Any, ...]:
+    """What ``pack`` made bytes of."""
+    things: tuple[Any, ...] = pickle.loads(data)
+    return things
+
+
+# Named tuples: they come by the thousand, and are made and pickled without Python code of their own.
+
+
+class StateRef(NamedTuple):
+    """Name (relative to the store) and SHA-256 of a saved private state."""
+
+    file: str
+    sha256: str
+
+
+class TrainJob(NamedTuple):
     """Train one client; ``private`` is its saved state, ``score`` asks for its test predictions afterwards."""
 
     client_id: int
@@ -37,8 +53,7 @@ class TrainJob:
     score: bool = False
 
 
-@dataclass(frozen=True)
-class PredictJob:
+class PredictJob(NamedTuple):
     """Predict ``part`` of the task: one client's test or validation images, or a stretch of the whole test set.
 
     "novel" is a stretch of the test images of novel classes, with those as candidates.
@@ -53,8 +68,7 @@ class PredictJob:
     private: StateRef | None = None
 
 
-@dataclass(frozen=True)
-class ClientReport:
+class ClientReport(NamedTuple):
     """What the driver learns of one trained client; its tensors go to the server in a ``Packet``."""
 
     client_id: int
@@ -67,8 +81,7 @@ class ClientReport:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Predicted class ids of one job; ``own``: among the classes that the client whose image it is has."""
 
     job: PredictJob

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfed.data.task import Task
-from rayfed.engine.jobs import Prediction, Predictions, PredictJob, stretches
-from rayfed.engine.store import StateRef
+from rayfed.engine.jobs import Prediction, Predictions, PredictJob, StateRef, stretches
 from rayfed.metrics.novel import harmonic_mean
 
 Whole = Mapping[tuple[str, int], Predictions]

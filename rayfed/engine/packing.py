@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -25,9 +26,15 @@ class Packet:
     folded: ExactSum | None = None
     items: tuple[tuple[int, int, bytes], ...] = ()
 
+    @property
+    def size(self) -> int:
+        """Bytes of what it carries, about."""
+        return (0 if self.folded is None else self.folded.total.nbytes) + sum(
+            len(message) for *_, message in self.items
+        )
 
-@dataclass(frozen=True)
-class Update:
+
+class Update(NamedTuple):
     """What one client made of its job."""
 
     job: TrainJob

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,6 +28,7 @@ Job = TrainJob | PredictJob
 Outcome = ClientReport | Prediction | ClientFailure
 Outcomes = tuple[Outcome, ...]
 Verb = Literal["train", "predict"]
+Finish = Callable[[], tuple[dict[str, float], bytes]]
 
 
 class ServerLost(RayfedError):
@@ -69,14 +70,17 @@ class Pool(Protocol):
     def run(
         self, verb: Verb, broadcast: Any, jobs: Sequence[Job], *, deadline_s: float | None = None
     ) -> Iterator[Outcomes]:
-        """Yield the outcomes of a few jobs at a time as they come, one per job; their packet has reached the server.
+        """Yield the outcomes of a few jobs at a time as they come, one per job; no worker's end can lose them any more.
 
         Jobs not done after ``deadline_s`` become failures named "late". A caller may stop listening early: what has not
         been yielded is then not among the accepted. Raises ServerLost.
         """
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
-        """Run the server step; return its figures. Raises ServerLost."""
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], *, last: bool) -> Finish:
+        """Start the server step; return what waits for its end.
+
+        It gives the step's figures and, after the ``last`` phase of a round, the server's state, or raises ServerLost.
+        """
 
     def snapshot(self) -> bytes:
         """Return the server's state; the driver keeps it, where a dead server or its node cannot take it along."""
@@ -123,9 +127,10 @@ class LocalPool:
                 self._server.receive(packet)
             yield outcomes
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], *, last: bool) -> Finish:
         """Run the server step."""
-        return self._server.finish(phase, cohort, accepted)
+        done = self._server.finish(phase, cohort, accepted), self._server.snapshot() if last else b""
+        return lambda: done
 
     def snapshot(self) -> bytes:
         """The server's state."""

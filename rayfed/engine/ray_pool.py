@@ -20,9 +20,9 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine import actors, dealing
 from rayfed.engine.bench import novel_names, task_view
-from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob
+from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob, pack, unpack
 from rayfed.engine.memory import Need
-from rayfed.engine.pool import Job, Outcomes, Sent, ServerLost, Verb, late
+from rayfed.engine.pool import Finish, Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export
 from rayfed.engine.shells import ClientActor, ServerActor
@@ -36,6 +36,11 @@ NOTICE_S = 30.0
 """How long the driver waits in silence for actors that the cluster has no room for."""
 PAUSE_S = 2.0
 """Between two tries to start a server actor elsewhere."""
+SMALL, SMALL_IN_ALL = 2**16, 2**21
+"""Bytes of a packet, and of those of a phase, that wait here for the server step and go along with its call.
+
+Ray keeps what is below 100 KiB in the driver's own memory, where no lost node can take it along.
+"""
 T = TypeVar("T")
 
 
@@ -112,6 +117,8 @@ class RayPool:
         self._generation, self._room = 0, CALLS_IN_FLIGHT
         self._fitted, self._phase = options.clients.gpu <= 0, ""
         self._pieces: dict[tuple[str, str], Any] = {}
+        self._packets: list[Any] = []
+        self._room_for_packets = SMALL_IN_ALL
         self._current: tuple[tuple[str, str], ...] = ()
         self._started = False
         self._server, ready = self._start_server()
@@ -198,11 +205,14 @@ class RayPool:
 
     # Server
 
-    def _ask(self, verb: str, *args: Any) -> tuple[Any, Any]:
-        """Return the reference and the value of a server call. Raises ServerLost."""
-        reference = self._server.call.remote(verb, *args)
+    def _ask(self, verb: str, *args: Any) -> Any:
+        """Return what a method of the server does. Raises ServerLost."""
+        return self._answer(self._server.call.remote(verb, *args))
+
+    def _answer(self, reference: Any) -> Any:
+        """Return the value of a server call. Raises ServerLost."""
         try:
-            return reference, self._ray.get(reference)
+            return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise _raised(error) from None
         except self._ended as error:
@@ -213,20 +223,22 @@ class RayPool:
 
         Sticky fields lie there as objects of their own and go only to actors that do not hold them.
         """
-        reference, broadcast = self._ask("begin", round_index, phase, frozenset(self._pieces))
+        reference = self._server.call.remote("begin", round_index, phase, frozenset(self._pieces))
+        broadcast = self._answer(reference)
+        self._packets, self._room_for_packets = [], SMALL_IN_ALL
         self._current = tuple((piece.name, piece.version) for piece in broadcast.pieces)
         fresh = {(piece.name, piece.version): self._ray.put(piece) for piece in broadcast.pieces if piece.data}
         self._pieces = {key: value for key, value in self._pieces.items() if key in self._current} | fresh
         return reference, Sent.of(broadcast)
 
-    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
-        """Run the server step."""
-        figures: dict[str, float] = self._ask("finish", phase, cohort, accepted)[1]
-        return figures
+    def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], *, last: bool) -> Finish:
+        """Start the server step."""
+        done = self._server.finish.remote(phase, cohort, accepted, last, *self._packets)
+        return functools.partial(self._answer, done)
 
     def snapshot(self) -> bytes:
         """The server's state."""
-        state: bytes = self._ask("snapshot")[1]
+        state: bytes = self._ask("snapshot")
         return state
 
     def restore(self, snapshot: bytes) -> None:
@@ -239,12 +251,12 @@ class RayPool:
 
     def trainable(self) -> list[str]:
         """What is trained."""
-        sentences: list[str] = self._ask("trainable")[1]
+        sentences: list[str] = self._ask("trainable")
         return sentences
 
     def export(self) -> Export:
         """Trained parameters by name."""
-        export: Export = self._ask("export")[1]
+        export: Export = self._ask("export")
         return export
 
     # Work
@@ -259,7 +271,6 @@ class RayPool:
         # Where someone may be slow, nobody waits behind anybody.
         clients = self._options.clients
         self._room = 1 if deadline_s is not None or clients.over_select > 0 else CALLS_IN_FLIGHT
-        self._grow()
         if verb == "train" and jobs:
             self._fit_to_cards(broadcast, jobs)
             self._forget_paces(jobs[0])
@@ -267,6 +278,8 @@ class RayPool:
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
         self._deal(jobs)
+        self._send(verb, broadcast)
+        self._grow()  # once everyone has work: it asks the cluster
         try:
             while self._send(verb, broadcast) or self._unfinished():
                 left = max(0.0, end - time.monotonic())
@@ -353,9 +366,8 @@ class RayPool:
         return sent
 
     def _call(self, slot: _Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
-        call = getattr(slot.actor, verb).options(num_returns=2)
-        # A tuple: Ray would pack a list job by job.
-        report, packet = call.remote(broadcast, tuple(jobs), *self._news(slot))
+        call = slot.actor.work.options(num_returns=2)
+        report, packet = call.remote(verb, broadcast, pack(tuple(jobs)), *self._news(slot))
         weight = self._room if jobs[0] in self._suspects else 1
         self._waiting[report] = _Call(
             "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
@@ -406,14 +418,19 @@ class RayPool:
             return call.outcomes
         if call.slot.actor is call.actor:
             call.slot.busy -= call.weight
-        return self._worked(call, tuple(result)) if call.generation == self._generation else ()
+        return self._worked(call, *result) if call.generation == self._generation else ()
 
-    def _worked(self, call: _Call, outcomes: Outcomes) -> Outcomes:
-        """Send the packet on to the server; outcomes count once it is there."""
+    def _worked(self, call: _Call, packed: bytes, size: int) -> Outcomes:
+        """Keep a packet of a small ``size`` for the server step, send another on; outcomes count once it is there."""
+        outcomes: Outcomes = unpack(packed)
         if seconds := [outcome.seconds for outcome in outcomes if isinstance(outcome, ClientReport)]:
             call.slot.worked(seconds)
         outcomes = self._spare_memory(call, outcomes)
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
+            return outcomes
+        if size <= min(SMALL, self._room_for_packets):
+            self._room_for_packets -= size
+            self._packets.append(call.packet)
             return outcomes
         delivery = self._server.call.remote("receive", call.packet)
         self._waiting[delivery] = _Call(

@@ -24,10 +24,9 @@ from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
 from rayfed.engine import evaluate
 from rayfed.engine.checkpoint import Checkpoints
-from rayfed.engine.jobs import ClientReport, Prediction, TrainJob
+from rayfed.engine.jobs import ClientReport, Prediction, StateRef, TrainJob
 from rayfed.engine.pool import Pool, ServerLost
 from rayfed.engine.sampling import draw_cohort
-from rayfed.engine.store import StateRef
 from rayfed.errors import CheckpointError, DivergedError, NonFiniteError, RoundError
 from rayfed.messages import EVALUATION, ClientFailure, Phase
 from rayfed.methods.base import AnyMethod
@@ -122,13 +121,12 @@ class Federation:
             self._save(index)
             self.observer.round_done(record, self.seconds[-1])
 
-    def _surviving(self, play: Callable[[], RoundRecord]) -> RoundRecord:
+    def _surviving(self, play: Callable[[], tuple[RoundRecord, bytes]]) -> RoundRecord:
         """Play a round; if the server dies, give a new one the last snapshot and play it again from the start."""
         before, held = dict(self.private), dict(self.held)
         for _ in range(SERVER_RESTARTS):
             try:
-                record = play()
-                self._snapshot = self.pool.snapshot()
+                record, self._snapshot = play()
                 return record
             except ServerLost as error:
                 log.warning("%s; playing the round again", error)
@@ -138,19 +136,21 @@ class Federation:
             f"the server died {SERVER_RESTARTS} times in one round; go on with resume=auto once it is stable."
         )
 
-    def _round(self, index: int) -> RoundRecord:
-        record = RoundRecord(index)
+    def _round(self, index: int) -> tuple[RoundRecord, bytes]:
+        """Play a round; return what happened, and the server's state after it."""
+        record, state = RoundRecord(index), self._snapshot
         cohort: tuple[int, ...] = ()
         due = self._evaluation_due(index)
         phases = self.method.phases(index, self.options.rounds)
         for position, phase in enumerate(phases):
             cohort = self._cohort(phase, index, cohort)
-            self._phase(phase, cohort, record, score=due and position == len(phases) - 1)
+            last = position == len(phases) - 1
+            state = self._phase(phase, cohort, record, score=due and last, last=last)
         record.cohort = cohort
         record.notes = self.method.notes({**record.clients, **record.server})
         if due:
             record.evaluation = self._evaluate(index)
-        return record
+        return record, state
 
     def _cohort(self, phase: Phase, index: int, first: tuple[int, ...]) -> tuple[int, ...]:
         eligible = [c for c, client in enumerate(self.task.clients) if len(client.train)]
@@ -161,7 +161,7 @@ class Federation:
         wanted = math.ceil(self.options.cohort_size * (1 + self.options.clients.over_select))
         return draw_cohort(self.options.seed, index, eligible, wanted)
 
-    def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool) -> None:
+    def _phase(self, phase: Phase, cohort: Sequence[int], record: RoundRecord, *, score: bool, last: bool) -> bytes:
         broadcast, sent = self.pool.begin(record.round, phase)
         record.bytes_down += sent.each * len(cohort)
         for client in cohort if sent.pieces else ():
@@ -177,8 +177,12 @@ class Federation:
                 f"round {record.round + 1} has {len(reports)} good updates of {len(cohort)}, below "
                 f"clients.min_updates={self.options.clients.min_updates} ({reasons}); the last good state is saved."
             )
-        record.server |= self.pool.finish(phase, tuple(sorted(cohort)), tuple(r.client_id for r in reports))
-        self._commit(reports, failures, record)
+        accepted = tuple(report.client_id for report in reports)
+        step = self.pool.finish(phase, tuple(sorted(cohort)), accepted, last=last)
+        self._commit(reports, failures, record)  # while the server works
+        figures, state = step()
+        record.server |= figures
+        return state
 
     def _train(
         self, index: int, broadcast: Any, jobs: Sequence[TrainJob]

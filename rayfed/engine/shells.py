@@ -5,24 +5,35 @@ Importing this module imports no torch: the actor's process does that in its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayfed.engine import heap
+from rayfed.engine.jobs import pack, unpack
 
 if TYPE_CHECKING:
     from rayfed.conf.options import RunOptions
     from rayfed.data.task import ImageSet, Task
-    from rayfed.engine.jobs import PredictJob, TrainJob
+    from rayfed.engine.jobs import TrainJob
     from rayfed.engine.memory import Need
-    from rayfed.messages import Broadcast, Piece
+    from rayfed.engine.packing import Packet
+    from rayfed.messages import Broadcast, Phase, Piece
 
+CLIENT_REMEDY = "raise clients.gpu so that fewer share a card, or lower clients.actors"
 SERVER_REMEDY = "raise server.gpu, put the server on the CPU (server.gpu=0), or lower data.proxy"
 
 
 class Shell:
-    """A Ray actor; data arrive by a call, so that a replacement is set up the same."""
+    """A Ray actor around what ``module`` defines; data arrive by a call, so that a replacement is set up the same."""
+
+    module: str
+
+    def __init__(self) -> None:
+        heap.load("torch")
+        from rayfed.engine import compiler
+
+        compiler.leave_asleep()
+        heap.load(self.module)
 
     def ping(self) -> bool:
         """Answer, if alive."""
@@ -32,8 +43,7 @@ class Shell:
 class ClientActor(Shell):
     """The Ray actor around a ``ClientWorker``."""
 
-    def __init__(self) -> None:
-        heap.load("rayfed.engine.client", "torch._dynamo")
+    module = "rayfed.engine.client"
 
     def setup(self, options: RunOptions, task: Task, states: Path) -> tuple[str, str]:
         """Build the worker; return its node and its cards.
@@ -47,7 +57,7 @@ class ClientActor(Shell):
         from rayfed.errors import ResourceError
 
         self.__dict__.clear()  # the worker of an earlier run, before there are two
-        with memory.enough("a client actor", "raise clients.gpu so that fewer share a card, or lower clients.actors"):
+        with heap.quiet(), memory.enough("a client actor", CLIENT_REMEDY):
             self._worker = ClientWorker(options, task, states)
         run = states.parents[1]
         if self._worker.bench.initial[Scope.PRIVATE].numel() and not run.is_dir():
@@ -66,33 +76,44 @@ class ClientActor(Shell):
         """See ``ClientWorker.rehearse``."""
         return self._worker.rehearse(broadcast, job, *pieces)
 
-    def train(self, broadcast: Broadcast, jobs: Sequence[TrainJob], *pieces: Piece) -> Any:
-        """See ``ClientWorker.train``."""
-        return self._worker.train(broadcast, jobs, *pieces)
+    def work(self, verb: str, broadcast: Broadcast, jobs: bytes, *pieces: Piece) -> tuple[tuple[bytes, int], Any]:
+        """Train or predict as the ``ClientWorker`` does; return the outcomes with the packet's size, and the packet.
 
-    def predict(self, broadcast: Broadcast, jobs: Sequence[PredictJob], *pieces: Piece) -> Any:
-        """See ``ClientWorker.predict``."""
-        return self._worker.predict(broadcast, jobs, *pieces)
+        ``jobs`` and outcomes are packed.
+        """
+        outcomes, packet = getattr(self._worker, verb)(broadcast, unpack(jobs), *pieces)
+        return (pack(outcomes), 0 if packet is None else packet.size), packet
 
 
 class ServerActor(Shell):
-    """The Ray actor around the ``Server``."""
+    """The Ray actor around the ``Server``. What runs out of memory raises ResourceError."""
 
-    def __init__(self) -> None:
-        heap.load("rayfed.engine.server")
+    module = "rayfed.engine.server"
 
     def setup(self, options: RunOptions, view: Any, proxy: ImageSet, novel: tuple[str, ...]) -> None:
-        """Build the server. Raises ResourceError if the model does not fit."""
+        """Build the server."""
         from rayfed.engine import memory
         from rayfed.engine.server import Server
 
         self.__dict__.clear()
-        with memory.enough("the server", SERVER_REMEDY):
+        self._enough = memory.enough
+        with heap.quiet(), self._enough("the server", SERVER_REMEDY):
             self._server = Server(options, view, proxy, novel)
 
     def call(self, verb: str, *args: Any) -> Any:
-        """Run a method of the server. Raises ResourceError if it runs out of memory."""
-        from rayfed.engine import memory
-
-        with memory.enough("the server", SERVER_REMEDY):
+        """Run a method of the server."""
+        with self._enough("the server", SERVER_REMEDY):
             return getattr(self._server, verb)(*args)
+
+    def finish(
+        self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], last: bool, *packets: Packet
+    ) -> tuple[dict[str, float], bytes]:
+        """Receive the ``packets`` that are not here yet and run the server step.
+
+        Returns its figures, and after the ``last`` phase of a round the state: one call instead of three.
+        """
+        with self._enough("the server", SERVER_REMEDY):
+            for packet in packets:
+                self._server.receive(packet)
+            figures = self._server.finish(phase, cohort, accepted)
+            return figures, self._server.snapshot() if last else b""

@@ -5,25 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
 from torch import Tensor
 
+from rayfed.engine.jobs import StateRef
 from rayfed.errors import CheckpointError, StorageError
 from rayfed.state import ClientState
 
 PRIVATE = "private"
 CACHED_STATES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StateRef:
-    """Name (relative to the store) and SHA-256 of a saved state."""
-
-    file: str
-    sha256: str
 
 
 def write_whole(path: Path, data: bytes) -> None:

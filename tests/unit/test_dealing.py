@@ -27,12 +27,14 @@ def test_calls_never_grow_and_nobody_gets_more_than_is_fair_unless_it_is_little(
 
 def test_slow_jobs_end_one_by_one_and_quick_ones_in_a_few_calls():
     assert sizes(20, [5.0, 5.0]) == [5, 4, 3, 2, 2, 1, 1, 1, 1]
-    assert sizes(1000, [2500.0, 2500.0]) == [438, 246, 139, 78, 50, 25, 24]
+    assert sizes(4000, [2500.0, 2500.0]) == [1750, 1125, 563, 281, 141, 70, 35, 25, 10]
+    assert share(1000, 2500.0, [2500.0, 2500.0]) == 500
 
 
 def test_an_actor_that_does_twice_as_many_gets_twice_as_many():
     fast, slow = share(900, 2000.0, [2000.0, 1000.0]), share(900, 1000.0, [2000.0, 1000.0])
-    assert fast == 525 and slow == 263
+    assert fast == 600 and slow == 300
+    assert share(9000, 2000.0, [2000.0, 1000.0]) == 5250
     assert share(900, 2000.0, [2000.0, 1900.0]) == share(900, 1900.0, [2000.0, 1900.0])
 
 

@@ -20,7 +20,9 @@ def bare_pool(get):
     pool = object.__new__(ray_pool.RayPool)
     pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
     call = SimpleNamespace(remote=lambda verb, *args: verb)
-    pool._server = SimpleNamespace(call=call, ping=SimpleNamespace(remote=lambda: "ping"))
+    finish = SimpleNamespace(remote=lambda *args: "finish")
+    pool._server = SimpleNamespace(call=call, finish=finish, ping=SimpleNamespace(remote=lambda: "ping"))
+    pool._packets = []
     return pool
 
 
@@ -31,7 +33,7 @@ def test_a_server_that_was_killed_is_lost_whatever_killed_it(error):
 
     pool = bare_pool(get)
     with pytest.raises(ServerLost):
-        pool.finish(SimpleNamespace(), (), ())
+        pool.finish(SimpleNamespace(), (), (), last=True)()
     assert pool._server_is_dead()
 
 
