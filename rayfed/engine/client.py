@@ -132,7 +132,7 @@ class ClientWorker:
         ``pieces`` are those of the broadcast that came without data and are not held here yet.
         """
         self._receive(broadcast, pieces)
-        packing = Packing(ExactSum.zeros(self._before.numel()), self._refusal)
+        packing = Packing(ExactSum.zeros(self._before.numel()), self._judged)
         for job in jobs:
             try:
                 update = self._train_one(job)
@@ -225,12 +225,7 @@ class ClientWorker:
         self._refuse_bad_private()
         scored = self._score_trained(job) if job.score else None
         saved = self._stage(job, result.keep)
-        count = result.report.examples if result.report.steps else 0
-        metrics = {**{f"loss_{k}": v for k, v in result.report.terms.items()}, **result.metrics}
-        size = codec.encoded_size(payload)
-        seconds = time.perf_counter() - started
-        report = ClientReport(job.client_id, count, result.report.steps, metrics, size, saved, scored, seconds)
-        return Update(job, report, payload)
+        return Update(job, result, payload, saved, scored, time.perf_counter() - started)
 
     def _local_job(self, job: TrainJob, state: ClientState) -> LocalJob:
         assert self._round is not None
@@ -265,21 +260,24 @@ class ClientWorker:
             return Payload(None, result.upload)
         return Payload((values - self._before).cpu(), result.upload)
 
-    def _refusal(self, update: Update, norm: float) -> ClientFailure | None:
-        """Why an update is no good, whose staged private state is then removed; ``norm`` of its shared parameters."""
+    def _judged(self, update: Update, norm: float) -> ClientReport | ClientFailure:
+        """What the driver learns of an update, or why it is no good: its staged private state is removed then.
+
+        ``norm`` of its shared parameters.
+        """
         assert self._round is not None
         try:
             error = self._problem(update, norm)
+            if error is None:
+                return update.told(norm)
         except Exception as unexpected:
             error = unexpected
-        if error is None:
-            return None
-        if update.report.state is not None:
-            self._store.discard(update.report.state)
+        if update.state is not None:
+            self._store.discard(update.state)
         return failure(self._round, update.job.client_id, error)
 
     def _problem(self, update: Update, norm: float) -> Exception | None:
-        phase, client, count = update.job.phase, update.job.client_id, update.report.num_examples
+        phase, client, count = update.job.phase, update.job.client_id, update.examples
         wire = self._wire_up(phase.name)
         clients = self.options.clients.n if phase.cohort == "all" else self.options.cohort_size
         share, shared = float(count * clients), self.bench.initial[Scope.SHARED].numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -38,8 +39,13 @@ class _Compiler(_Asleep):
     def graph_break(self, msg: str = "") -> None:
         """Nothing is traced."""
 
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
-        """Hide ``fn`` from the compiler once that is awake; until then it is called as it is."""
+    def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
+        """Hide ``fn`` from the compiler once that is awake; until then it is called as it is.
+
+        Without ``fn``, what decorates one.
+        """
+        if fn is None:
+            return functools.partial(self.disable, recursive=recursive, **options)
         hidden: list[Callable[..., Any]] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:

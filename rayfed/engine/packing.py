@@ -10,8 +10,9 @@ import torch
 
 from rayfed.aggregation.exact import ExactSum
 from rayfed.comms import codec
-from rayfed.engine.jobs import ClientReport, TrainJob
+from rayfed.engine.jobs import ClientReport, Predictions, StateRef, TrainJob
 from rayfed.messages import ClientFailure, Payload, RoundRef
+from rayfed.methods.base import ClientResult
 
 AT_ONCE = 2**16
 """Numbers of small updates that are looked at together: a call into torch costs as much as adding thousands."""
@@ -35,19 +36,39 @@ class Packet:
 
 
 class Update(NamedTuple):
-    """What one client made of its job."""
+    """What one client made of its job, in ``seconds``; ``state``: its private one as staged."""
 
     job: TrainJob
-    report: ClientReport
+    result: ClientResult
     payload: Payload
+    state: StateRef | None
+    predictions: Predictions | None
+    seconds: float
+
+    @property
+    def examples(self) -> int:
+        """Those it trained on; none without a step."""
+        return self.result.report.examples if self.result.report.steps else 0
+
+    def told(self, norm: float) -> ClientReport:
+        """What the driver learns of it; ``norm`` of its shared parameters, if it sends any."""
+        report = self.result.report
+        metrics = {**{f"loss_{k}": v for k, v in report.terms.items()}, **self.result.metrics}
+        if self.payload.params is not None:
+            metrics["update_norm"] = norm
+        size = codec.encoded_size(self.payload)
+        client = self.job.client_id
+        return ClientReport(
+            client, self.examples, report.steps, metrics, size, self.state, self.predictions, self.seconds
+        )
 
 
 @dataclass(slots=True)
 class Packing:
-    """Updates as they come. ``refusal``: why one is no good, given the norm of its shared parameters; or None."""
+    """Updates as they come. ``judge``: what to tell of one, or why it is no good, given its shared parameters' norm."""
 
     total: ExactSum
-    refusal: Callable[[Update, float], ClientFailure | None]
+    judge: Callable[[Update, float], ClientReport | ClientFailure]
     outcomes: list[ClientReport | ClientFailure] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)
     items: list[tuple[int, int, bytes]] = field(default_factory=list)
@@ -79,7 +100,6 @@ class Packing:
         norms = torch.linalg.vector_norm(deltas, dim=1).tolist()
         rows, weights = [], []
         for row, (update, norm) in enumerate(zip(self.pending, norms, strict=True)):
-            update.report.metrics["update_norm"] = norm
             if self._take(update, norm):
                 rows.append(row)
                 weights.append(_weight(update))
@@ -89,18 +109,17 @@ class Packing:
 
     def _take(self, update: Update, norm: float) -> bool:
         """Whether the update is good and has only to be added."""
-        if failure := self.refusal(update, norm):
-            self.outcomes.append(failure)
+        outcome = self.judge(update, norm)
+        self.outcomes.append(outcome)
+        if isinstance(outcome, ClientFailure):
             return False
-        report, payload = update.report, update.payload
-        self.outcomes.append(report)
-        self.clients.append(report.client_id)
+        client, payload = update.job.client_id, update.payload
+        self.clients.append(client)
         if update.job.phase.needs_all or payload.extras:
-            self.items.append((report.client_id, report.num_examples, codec.encode(payload)))
+            self.items.append((client, update.examples, codec.encode(payload)))
             return False
         return payload.params is not None
 
 
 def _weight(update: Update) -> int:
-    examples = update.report.num_examples
-    return examples if update.job.phase.weight == "examples" else int(examples > 0)
+    return update.examples if update.job.phase.weight == "examples" else int(update.examples > 0)

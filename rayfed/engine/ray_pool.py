@@ -12,20 +12,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rayfed.conf.options import RunOptions
 from rayfed.data.task import Task
-from rayfed.engine import actors, dealing
+from rayfed.engine import actors, cards, dealing
 from rayfed.engine.bench import novel_names, task_view
 from rayfed.engine.jobs import ClientReport, PredictJob, TrainJob, pack, unpack
-from rayfed.engine.memory import Need
 from rayfed.engine.pool import Finish, Job, Outcomes, Sent, ServerLost, Verb, late
 from rayfed.engine.resources import Plan
 from rayfed.engine.server import Export
 from rayfed.engine.shells import ClientActor, ServerActor
+from rayfed.engine.slots import Call, Slot
 from rayfed.errors import RayfedError, ResourceError, first_line
 from rayfed.messages import ClientFailure, Phase, RoundRef
 
@@ -42,56 +41,6 @@ SMALL, SMALL_IN_ALL = 2**16, 2**21
 Ray keeps what is below 100 KiB in the driver's own memory, where no lost node can take it along.
 """
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One worker actor and the jobs that call it home; ``usable`` once it is set up, ``retired`` for good.
-
-    ``held``: the sticky fields (name, version) that were sent to this actor. ``pace``: ``trained`` clients in so many
-    ``seconds`` of the phase at hand, or before that of the last one; 0 where none is known.
-    """
-
-    actor: Any = None
-    node: str = ""
-    cards: str = ""
-    held: set[tuple[str, str]] = field(default_factory=set)
-    queue: deque[Job] = field(default_factory=deque)
-    busy: int = 0
-    pace: float = 0.0
-    trained: int = 0
-    seconds: float = 0.0
-    usable: bool = False
-    retired: bool = False
-    failed_starts: int = 0
-
-    def retire(self) -> None:
-        """End its actor for good."""
-        self.retired, self.usable = True, False
-        actors.kill(self.actor)
-
-    def worked(self, seconds: Sequence[float]) -> None:
-        """Its actor trained clients, which took so many ``seconds`` each."""
-        self.trained, self.seconds = self.trained + len(seconds), self.seconds + sum(seconds)
-        self.pace = self.trained / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Something in flight: an actor's setup, work at it (``packet``: its second result), or a packet's delivery.
-
-    ``weight`` is how much of the actor's room for calls it takes.
-    """
-
-    kind: Literal["setup", "work", "delivery"]
-    generation: int
-    slot: _Slot
-    actor: Any
-    node: str = ""
-    jobs: tuple[Job, ...] = ()
-    packet: Any = None
-    weight: int = 1
-    outcomes: Outcomes = ()
 
 
 class RayPool:
@@ -111,7 +60,7 @@ class RayPool:
         self._view, self._novel = task_view(task), novel_names(task)
         self._attempts: dict[Job, int] = {}
         self._moves: dict[Job, int] = {}
-        self._waiting: dict[Any, _Call] = {}
+        self._waiting: dict[Any, Call] = {}
         self._singles: deque[Job] = deque()
         self._suspects: set[Job] = set()
         self._generation, self._room = 0, CALLS_IN_FLIGHT
@@ -122,7 +71,7 @@ class RayPool:
         self._current: tuple[tuple[str, str], ...] = ()
         self._started = False
         self._server, ready = self._start_server()
-        self._slots = [_Slot() for _ in range(self.num_workers)]
+        self._slots = [Slot() for _ in range(self.num_workers)]
         try:
             for slot in self._slots:
                 self._start_worker(slot)
@@ -159,13 +108,13 @@ class RayPool:
             tries -= 1
             time.sleep(PAUSE_S)
 
-    def _start_worker(self, slot: _Slot) -> None:
+    def _start_worker(self, slot: Slot) -> None:
         """Start (or replace) a slot's actor; it is used once its setup is through."""
         share = self._options.clients
         actor = actors.start(ClientActor, share.cpu, share.gpu)
         slot.actor, slot.busy, slot.pace, slot.usable, slot.held = actor, 0, 0.0, False, set()
         ready = slot.actor.setup.remote(self._options, self._task, self._states)
-        self._waiting[ready] = _Call("setup", self._generation, slot, slot.actor)
+        self._waiting[ready] = Call("setup", self._generation, slot, slot.actor)
 
     def _grow(self) -> None:
         """Start further actors where the cluster has room for more than at the start: a node was added."""
@@ -174,7 +123,7 @@ class RayPool:
         except ResourceError:  # less room than at the start: what is here goes on
             return
         for _ in range(wanted - self.num_workers):
-            self._slots.append(_Slot())
+            self._slots.append(Slot())
             self._start_worker(self._slots[-1])
         self.num_workers = len(self._slots)
 
@@ -305,13 +254,10 @@ class RayPool:
         if self._fitted:
             return
         self._fitted = True
-        cards: dict[tuple[str, str], list[_Slot]] = {}
-        for slot in self._slots:
-            if slot.usable:
-                cards.setdefault((slot.node, slot.cards), []).append(slot)
         largest = max(jobs, key=lambda job: job.cost)
-        asked = {card: self._rehearsal(slots[0], broadcast, largest) for card, slots in cards.items()}
-        for card, answer in asked.items():
+        sharing = cards.sharing(self._slots)
+        asked = [slots[0].actor.rehearse.remote(broadcast, largest, *self._news(slots[0])) for slots in sharing]
+        for slots, answer in zip(sharing, asked, strict=True):
             try:
                 need = self._ray.get(answer)
             except self._ray.exceptions.RayTaskError as error:
@@ -319,17 +265,7 @@ class RayPool:
             except self._ray.exceptions.RayError:
                 continue  # what became of the actor is found out as it is given work
             if need is not None:
-                self._spare_card(cards[card], need)
-
-    def _rehearsal(self, slot: _Slot, broadcast: Any, job: Job) -> Any:
-        return slot.actor.rehearse.remote(broadcast, job, *self._news(slot))
-
-    def _spare_card(self, slots: Sequence[_Slot], need: Need) -> None:
-        room = max(1, need.side_by_side)
-        for slot in slots[room:]:
-            slot.retire()
-        if room < len(slots):
-            log.warning("%s: %d side by side instead of %d (raise clients.gpu)", need, room, len(slots))
+                cards.spare(slots, need)
 
     def _forget_paces(self, job: Job) -> None:
         """Start to measure anew; what another phase than that of ``job`` took says nothing about it."""
@@ -339,7 +275,7 @@ class RayPool:
             slot.pace = slot.pace if job.phase.name == self._phase else 0.0
         self._phase = job.phase.name
 
-    def _has_straggler(self, slot: _Slot) -> bool:
+    def _has_straggler(self, slot: Slot) -> bool:
         """Whether the slot's actor is still at work for an earlier run."""
         calls = (c for c in self._waiting.values() if c.kind == "work" and c.generation != self._generation)
         return any(call.slot is slot and call.actor is slot.actor for call in calls)
@@ -365,22 +301,20 @@ class RayPool:
                     sent = True
         return sent
 
-    def _call(self, slot: _Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
+    def _call(self, slot: Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
         call = slot.actor.work.options(num_returns=2)
         report, packet = call.remote(verb, broadcast, pack(tuple(jobs)), *self._news(slot))
         weight = self._room if jobs[0] in self._suspects else 1
-        self._waiting[report] = _Call(
-            "work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight
-        )
+        self._waiting[report] = Call("work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight)
         slot.busy += weight
 
-    def _news(self, slot: _Slot) -> list[Any]:
+    def _news(self, slot: Slot) -> list[Any]:
         """The broadcast's sticky fields that the slot's actor does not hold; it does from now on."""
         news = [key for key in self._current if key not in slot.held]
         slot.held.update(news)
         return [self._pieces[key] for key in news]
 
-    def _next_jobs(self, slot: _Slot, verb: Verb, left: int) -> list[Job]:
+    def _next_jobs(self, slot: Slot, verb: Verb, left: int) -> list[Job]:
         """The slot's share of the ``left`` jobs: its own first, then from the end of the longest queue.
 
         A job that was in a crash gets an idle actor to itself, so that it can take nobody along if it was the cause.
@@ -395,7 +329,7 @@ class RayPool:
             jobs.append(source.queue.popleft() if source is slot else source.queue.pop())
         return jobs
 
-    def _longest(self) -> _Slot:
+    def _longest(self) -> Slot:
         return max(self._slots, key=lambda slot: len(slot.queue))
 
     def _collect(self, reference: Any) -> Outcomes:
@@ -420,7 +354,7 @@ class RayPool:
             call.slot.busy -= call.weight
         return self._worked(call, *result) if call.generation == self._generation else ()
 
-    def _worked(self, call: _Call, packed: bytes, size: int) -> Outcomes:
+    def _worked(self, call: Call, packed: bytes, size: int) -> Outcomes:
         """Keep a packet of a small ``size`` for the server step, send another on; outcomes count once it is there."""
         outcomes: Outcomes = unpack(packed)
         if seconds := [outcome.seconds for outcome in outcomes if isinstance(outcome, ClientReport)]:
@@ -433,7 +367,7 @@ class RayPool:
             self._packets.append(call.packet)
             return outcomes
         delivery = self._server.call.remote("receive", call.packet)
-        self._waiting[delivery] = _Call(
+        self._waiting[delivery] = Call(
             "delivery", call.generation, call.slot, call.actor, call.node, call.jobs, outcomes=outcomes
         )
         return ()
@@ -453,7 +387,7 @@ class RayPool:
                 self._replace(call.slot)
         return tuple(late(job, deadline_s) for job in missing)
 
-    def _spare_memory(self, call: _Call, outcomes: Outcomes) -> Outcomes:
+    def _spare_memory(self, call: Call, outcomes: Outcomes) -> Outcomes:
         """Where clients ran out of memory beside each other, end that actor; try them again, a bounded number of times.
 
         Also where one actor is left: an ended one gives its memory back only a moment later.
@@ -482,13 +416,13 @@ class RayPool:
         self.retried += int(allowed)
         return allowed
 
-    def _node_is_lost(self, call: _Call, error: Exception) -> bool:
+    def _node_is_lost(self, call: Call, error: Exception) -> bool:
         """Whether the actor went with its node (gone, or out of reach), which is no fault of its jobs."""
         if isinstance(error, self._ray.exceptions.ActorUnavailableError):
             return True
         return call.node not in {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
 
-    def _recover(self, call: _Call, error: Exception, *, input_lost: bool = False) -> Outcomes:
+    def _recover(self, call: Call, error: Exception, *, input_lost: bool = False) -> Outcomes:
         """A worker died (in its setup or at work), a packet or the broadcast was lost, or the server died."""
         if (call.kind == "delivery" or input_lost) and self._server_is_dead():
             raise ServerLost(f"the server actor died ({first_line(error)})") from error
@@ -505,7 +439,7 @@ class RayPool:
         what = _reason(self._ray, error), first_line(error), self._options.engine.retries + 1
         return tuple(ClientFailure(RoundRef(-1, "", -1), job.client_id, *what) for job in lost)
 
-    def _count_failed_start(self, slot: _Slot, error: Exception) -> None:
+    def _count_failed_start(self, slot: Slot, error: Exception) -> None:
         slot.failed_starts += 1
         if slot.failed_starts > self._options.engine.retries:
             slot.retired = True
@@ -521,7 +455,7 @@ class RayPool:
             return True
         return False
 
-    def _replace(self, slot: _Slot) -> None:
+    def _replace(self, slot: Slot) -> None:
         actors.kill(slot.actor)
         self._start_worker(slot)
 

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from rayfed.engine import ray_pool
 from rayfed.run import main
 from tests.engine.runs import FAST, assert_same_bits, results, run_well, start, wait_until
 
@@ -148,8 +149,14 @@ def test_a_killed_server_actor_costs_only_the_round(moment, reference, ray_sessi
     assert_same_bits(whole, out)
 
 
-@pytest.mark.parametrize("fault", ["server@2", "predict"])
-def test_who_dies_in_the_server_step_or_while_it_predicts_is_replaced(fault, reference, ray_session, out, caplog):
+@pytest.mark.parametrize(
+    ("fault", "packets"), [("server@2", "sent ahead"), ("server@2", "with the step"), ("predict", "sent ahead")]
+)
+def test_who_dies_in_the_server_step_or_while_it_predicts_is_replaced(
+    fault, packets, reference, ray_session, out, caplog, monkeypatch
+):
+    if packets == "with the step":
+        monkeypatch.setattr(ray_pool, "SMALL", ray_pool.SMALL_IN_ALL)
     whole, _ = reference
     flags = out.parent / "flags"
     flags.mkdir()

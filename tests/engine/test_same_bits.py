@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rayfed.engine import ray_pool
+from rayfed.engine.jobs import TrainJob
+from rayfed.engine.slots import Call
 from rayfed.run import main
 from tests.engine.runs import FAST, assert_same_bits, run, run_well, start, wait_until
 
@@ -64,6 +67,28 @@ def test_ray_equals_in_process(case, reference, ray_session, out):
 def test_number_of_actors_does_not_matter(case, actors, reference, ray_session, out):
     go(*CASES[case], f"clients.actors={actors}", f"out={out}", *FAST)
     assert_same_bits(reference[case], out)
+
+
+@pytest.mark.parametrize(
+    ("small", "in_all", "ahead"), [(0, 0, "all"), (2**30, 2**30, "none"), (2**30, 600_000, "some")]
+)
+def test_packets_sent_ahead_and_those_that_wait_for_the_server_step_make_the_same_bits(
+    small, in_all, ahead, reference, ray_session, out, monkeypatch
+):
+    monkeypatch.setattr(ray_pool, "SMALL", small)
+    monkeypatch.setattr(ray_pool, "SMALL_IN_ALL", in_all)
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(Call(*args, **kwargs))
+        return calls[-1]
+
+    monkeypatch.setattr(ray_pool, "Call", call)
+    go(*CASES["fedglad"], "clients.actors=2", "eval.every=0", f"out={out}", *FAST)
+    assert_same_bits(reference["fedglad"], out, figures=False)
+    trained = sum(call.kind == "work" and isinstance(call.jobs[0], TrainJob) for call in calls)
+    sent = sum(call.kind == "delivery" for call in calls)
+    assert trained and {"all": sent == trained, "none": sent == 0, "some": 0 < sent < trained}[ahead]
 
 
 @pytest.mark.parametrize("case", ["fedglad", "fedpurel, prompt", "feddtl", "blend"])

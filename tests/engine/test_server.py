@@ -17,6 +17,7 @@ from rayfed.engine.packing import Packing, Update
 from rayfed.engine.server import Server
 from rayfed.errors import ResourceError, RoundError
 from rayfed.messages import ClientFailure, Payload, Phase, RoundRef
+from rayfed.methods.base import ClientResult, FitReport
 
 METHOD = "method=tests.engine.faulty:Faulty"
 
@@ -112,12 +113,12 @@ def test_snapshot_and_restore_give_the_same_state(pair, small, task):
     assert torch.equal(other.state.extras["teacher"], torch.arange(3.0))
 
 
-def packed(deltas, counts, refusal):
+def packed(deltas, counts, judge):
     """Outcomes and packet of clients that made these deltas [1000] on so many images."""
-    packing = Packing(ExactSum.zeros(1000), refusal)
+    packing = Packing(ExactSum.zeros(1000), judge)
     for client, (delta, count) in enumerate(zip(deltas, counts, strict=True)):
-        report = ClientReport(client, count, 1, {}, 0, None, None, 0.0)
-        packing.add(Update(TrainJob(client, 0, Phase()), report, Payload(delta)))
+        result = ClientResult(FitReport(1, count, {"ce": 0.5}))
+        packing.add(Update(TrainJob(client, 0, Phase()), result, Payload(delta), None, None, 0.25))
     return packing.close(RoundRef(0, "train", 0))
 
 
@@ -126,7 +127,7 @@ def test_a_packet_holds_every_update_however_many_are_added_up_at_once():
     generator = torch.Generator().manual_seed(0)
     deltas = [torch.randn(1000, generator=generator) for _ in range(150)]
     counts = [client % 7 for client in range(150)]
-    outcomes, packet = packed(deltas, counts, lambda update, norm: None)
+    outcomes, packet = packed(deltas, counts, Update.told)
     assert [outcome.metrics["update_norm"] for outcome in outcomes] == [float(delta.norm()) for delta in deltas]
     assert packet.clients == tuple(range(150)) and packet.items == ()
     assert torch.equal(packet.folded.mean(), weighted_mean(deltas, counts))
@@ -135,14 +136,30 @@ def test_a_packet_holds_every_update_however_many_are_added_up_at_once():
 def test_a_refused_update_is_left_out_of_the_sum_of_those_it_came_with():
     deltas = [torch.full((1000,), float(value)) for value in (1, 2, float("nan"), 4)]
 
-    def refusal(update, norm):
+    def judge(update, norm):
         problem = ClientFailure(RoundRef(0, "train", 0), update.job.client_id, "NonFiniteError", "not finite")
-        return None if math.isfinite(norm) else problem
+        return update.told(norm) if math.isfinite(norm) else problem
 
-    outcomes, packet = packed(deltas, [3] * 4, refusal)
+    outcomes, packet = packed(deltas, [3] * 4, judge)
     assert [type(outcome) for outcome in outcomes] == [ClientReport, ClientReport, ClientFailure, ClientReport]
     assert packet.clients == (0, 1, 3)
     assert packet.folded.weight == 9 and torch.equal(packet.folded.mean(), torch.full((1000,), 7 / 3))
+
+
+def test_figures_that_cannot_be_told_are_that_client_s_failure_alone(small, task, tmp_path, monkeypatch):
+    server = Server(small(METHOD), task_view(task), task.proxy)
+    worker = ClientWorker(small(METHOD), task, tmp_path)
+    step = worker.bench.method.client_step
+
+    def odd(model, job):
+        result = step(model, job)
+        return ClientResult(FitReport(1, 1, None), result.upload, result.keep) if job.client_id == 1 else result
+
+    monkeypatch.setattr(worker.bench.method, "client_step", odd)
+    phase = server.bench.method.phases(0, 2)[0]
+    outcomes, packet = worker.train(server.begin(0, phase), [TrainJob(c, 1, phase) for c in range(3)])
+    assert [type(outcome) for outcome in outcomes] == [ClientReport, ClientFailure, ClientReport]
+    assert packet.clients == (0, 2) and outcomes[1].error_type == "AttributeError"
 
 
 def test_a_rehearsal_tells_what_it_took_and_changes_nothing(small, task, tmp_path, monkeypatch):

@@ -57,6 +57,22 @@ def test_tools_that_look_at_every_module_do_not_wake_it():
     assert python(TRAIN + f"compiler.leave_asleep()\n{look}\nprint(awake())") == "False\n"
 
 
+def test_what_is_hidden_from_a_sleeping_compiler_stays_hidden_when_it_wakes():
+    code = (
+        TRAIN
+        + """
+compiler.leave_asleep()
+traced = lambda: torch.compiler.is_compiling()
+plain, decorated = torch._dynamo.disable(traced), torch._dynamo.disable(recursive=True)(traced)
+assert not plain() and not decorated() and not awake()
+def both(x):
+    return x + 1, traced(), plain(), decorated()
+print(torch.compile(both, backend="eager")(torch.ones(1))[1:], awake())
+"""
+    )
+    assert python(code) == "(True, False, False) True\n"
+
+
 def test_a_compiler_that_is_awake_is_left_alone():
     code = "import torch._dynamo as real, torch, sys; from rayfed.engine import compiler; compiler.leave_asleep();"
     assert python(code + "print(sys.modules['torch._dynamo'] is real is torch._dynamo)") == "True\n"

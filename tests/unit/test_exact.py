@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -31,14 +32,31 @@ def test_order_and_grouping_do_not_change_a_bit():
     assert not torch.equal(plain, turned)
 
 
-def test_several_at_once_are_the_same_as_one_by_one():
+@pytest.mark.parametrize("alike", [False, True])
+def test_several_at_once_are_the_same_as_one_by_one(alike):
     deltas, weights = clients()
+    weights = [17] * len(weights) if alike else weights
     deltas = [delta * 10.0**-k for k, delta in enumerate(deltas)]  # down to what a sum no longer resolves
     together = ExactSum.zeros(1000)
     together.add(torch.stack(deltas), weights)
     wide = sum(w * (d.double() * 2.0**40).round() for w, d in zip(weights, deltas, strict=True))
     assert torch.equal(together.total, wide.long()) and together.weight == sum(weights)
     assert torch.equal(together.mean(), weighted_mean(deltas, weights))
+
+
+def test_a_sum_from_another_process_is_added_up_the_same():
+    deltas, weights = clients()
+    here, there = ExactSum.zeros(1000), ExactSum.zeros(1000)
+    here.add(torch.stack(deltas), weights)
+    data = []
+    pickled = pickle.dumps(here, protocol=5, buffer_callback=data.append)
+    assert len(pickled) < 500 and sum(part.raw().nbytes for part in data) == 8 * 1000  # no copy inside the message
+    sent = pickle.loads(pickled, buffers=[part.raw().toreadonly() for part in data])
+    there.merge(sent)
+    there.add(torch.stack(deltas), weights)
+    sent.add(torch.stack(deltas), weights)
+    assert torch.equal(there.total, 2 * here.total) and there.bound == sent.bound == 2 * here.bound
+    assert torch.equal(sent.total, there.total) and there.weight == 2 * sum(weights)
 
 
 def test_mean_is_the_weighted_mean():

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 
-from rayfed.engine import actors, memory, ray_pool
+from rayfed.engine import actors, cards, memory, ray_pool
 from rayfed.engine.memory import Need
 from rayfed.engine.pool import ServerLost
+from rayfed.engine.slots import Slot
 from rayfed.errors import ResourceError
 
 KILLED_FOR_MEMORY = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
@@ -47,13 +48,19 @@ def test_a_loss_is_named_by_its_reason():
 def test_as_many_go_on_side_by_side_as_the_card_holds(most, left, monkeypatch, caplog):
     killed = []
     monkeypatch.setattr(actors, "kill", killed.append)
-    slots = [ray_pool._Slot(actor=number, usable=True) for number in range(4)]
-    bare_pool(None)._spare_card(slots, Need(most * 2**30, 16 * 2**30))
+    slots = [Slot(actor=number, usable=True) for number in range(4)]
+    cards.spare(slots, Need(most * 2**30, 16 * 2**30))
     assert [slot.actor for slot in slots if slot.usable] == list(range(left))
     assert [slot.actor for slot in slots if slot.retired] == killed
     assert killed == list(range(left, 4))
     sentence = f"a client needs {most:.1f} GiB and its card has 16.0 GiB: {left} side by side instead of 4"
     assert (sentence in caplog.text) == (left < 4)
+
+
+def test_actors_on_one_card_are_told_from_those_on_another():
+    places = [("a", "0", True), ("a", "1", True), ("b", "0", True), ("a", "0", True), ("a", "0", False)]
+    slots = [Slot(number, node, card, usable=usable) for number, (node, card, usable) in enumerate(places)]
+    assert [[slot.actor for slot in group] for group in cards.sharing(slots)] == [[0, 3], [1], [2]]
 
 
 def test_running_out_of_memory_says_who_and_what_to_do():
