@@ -1,6 +1,6 @@
 # make run     builds .venv, installs, runs the main job on embedded data
-# make test    the same, and runs every test: those that start Ray one after another, the others beside them
-# make check   lint, format and types, as the tests' companions
+# make test    the same, and runs every test: those that start Ray one after another, beside them the check and the others
+# make check   lint, format and types
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +15,12 @@ READY := $(VENV)/.installed
 run: $(READY)
 	$(VENV)/bin/python -m rayfed.run $(RUN)
 
-test: check
-	@if [ -n "$(ARGS)" ]; then exec $(PYTEST) $(ARGS); fi; \
-	$(PYTEST) --ignore=tests/cli --ignore=tests/engine --ignore=tests/sweep > .pytest-quiet.log 2>&1 & quiet=$$!; \
+test: $(READY)
+	@if [ -n "$(ARGS)" ]; then $(MAKE) --no-print-directory check && exec $(PYTEST) $(ARGS); exit 1; fi; \
+	{ $(MAKE) --no-print-directory check && $(PYTEST) --ignore=tests/cli --ignore=tests/engine --ignore=tests/sweep; } \
+		> .pytest-quiet.log 2>&1 & quiet=$$!; \
 	$(PYTEST) tests/cli tests/engine tests/sweep; loud=$$?; \
-	wait $$quiet; quiet=$$?; echo "and the tests that start no Ray:"; cat .pytest-quiet.log; \
+	wait $$quiet; quiet=$$?; echo "and what starts no Ray:"; cat .pytest-quiet.log; \
 	[ $$loud = 0 ] && [ $$quiet = 0 ]
 
 check: $(READY)

@@ -1,7 +1,7 @@
 """Where client work runs: in this process, or on Ray actors. Same verbs, same results.
 
     driver --(broadcast once, lists of clients)--> workers --(report)--> driver
-                                                       `--(packet)--> server     (never through the driver)
+                                                       `--(packet)--> server     (the driver never opens it)
 
 The Ray half is in ``ray_pool``, so that this module works where Ray is not installed.
 """
