@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rayfed.engine import heap
 
-heap.load("torch")  # first, and as rayfed.run does
+heap.load_torch()  # first, and as rayfed.run does
 
 # ruff: noqa: E402
 import common  # type: ignore[import-not-found]  # the comparison's own modules

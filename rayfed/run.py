@@ -189,10 +189,7 @@ def _play(options: RunOptions, out: Path, started: float) -> int:
     """Play the experiment in the joined cluster, or in this process."""
     from rayfed.engine import heap
 
-    heap.load("torch")
-    from rayfed.engine import compiler
-
-    compiler.leave_asleep()
+    heap.load_torch()
     from rayfed.data import build_task_from_options
     from rayfed.engine.resources import plan_here
 

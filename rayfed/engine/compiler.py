@@ -23,13 +23,14 @@ class _Asleep:
     __spec__ = None
 
     def __init__(self, name: str) -> None:
-        self.__dict__["__name__"] = name
+        self.__name__ = name
 
     def __getattr__(self, name: str) -> Any:
         # Asked of every module by tools that want none of it; a path, by whoever imports a module of this package.
         if name.startswith("__") and (name, self.__name__) != ("__path__", COMPILER):
             raise AttributeError(name)
-        _wake()
+        if _is_asleep():
+            del sys.modules[COMPILER], sys.modules[UTILITIES], torch._dynamo
         return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -68,12 +69,6 @@ class _Utilities(_Asleep):
 
 def _is_asleep() -> bool:
     return isinstance(sys.modules.get(COMPILER), _Asleep)
-
-
-def _wake() -> None:
-    if _is_asleep():
-        del sys.modules[COMPILER], sys.modules[UTILITIES], torch._dynamo
-        importlib.import_module(COMPILER)
 
 
 def leave_asleep() -> None:

@@ -23,6 +23,14 @@ def load(*modules: str) -> None:
         gc.freeze()
 
 
+def load_torch() -> None:
+    """Import torch as every process of a run does: first, and with its compiler left asleep."""
+    load("torch")
+    from rayfed.engine import compiler
+
+    compiler.leave_asleep()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, no garbage is collected."""

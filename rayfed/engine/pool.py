@@ -129,7 +129,7 @@ class LocalPool:
 
     def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], *, last: bool) -> Finish:
         """Run the server step."""
-        done = self._server.finish(phase, cohort, accepted), self._server.snapshot() if last else b""
+        done = self._server.end(phase, cohort, accepted, last)
         return lambda: done
 
     def snapshot(self) -> bytes:

@@ -66,8 +66,7 @@ class RayPool:
         self._generation, self._room = 0, CALLS_IN_FLIGHT
         self._fitted, self._phase = options.clients.gpu <= 0, ""
         self._pieces: dict[tuple[str, str], Any] = {}
-        self._packets: list[Any] = []
-        self._room_for_packets = SMALL_IN_ALL
+        self._packets: dict[Any, int] = {}  # those that wait for the server step, and their bytes
         self._current: tuple[tuple[str, str], ...] = ()
         self._started = False
         self._server, ready = self._start_server()
@@ -174,7 +173,7 @@ class RayPool:
         """
         reference = self._server.call.remote("begin", round_index, phase, frozenset(self._pieces))
         broadcast = self._answer(reference)
-        self._packets, self._room_for_packets = [], SMALL_IN_ALL
+        self._packets = {}
         self._current = tuple((piece.name, piece.version) for piece in broadcast.pieces)
         fresh = {(piece.name, piece.version): self._ray.put(piece) for piece in broadcast.pieces if piece.data}
         self._pieces = {key: value for key, value in self._pieces.items() if key in self._current} | fresh
@@ -182,7 +181,7 @@ class RayPool:
 
     def finish(self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], *, last: bool) -> Finish:
         """Start the server step."""
-        done = self._server.finish.remote(phase, cohort, accepted, last, *self._packets)
+        done = self._server.call.remote("end", phase, cohort, accepted, last, *self._packets)
         return functools.partial(self._answer, done)
 
     def snapshot(self) -> bytes:
@@ -227,9 +226,9 @@ class RayPool:
         if usable and all(self._has_straggler(slot) for slot in usable):
             self._replace(usable[0])
         self._deal(jobs)
-        self._send(verb, broadcast)
-        self._grow()  # once everyone has work: it asks the cluster
         try:
+            self._send(verb, broadcast)
+            self._grow()  # once everyone has work: it asks the cluster
             while self._send(verb, broadcast) or self._unfinished():
                 left = max(0.0, end - time.monotonic())
                 done, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=min(left, NOTICE_S))
@@ -296,16 +295,16 @@ class RayPool:
         for calls in range(self._room):  # everyone gets a first call before anyone gets a second
             left = sum(len(slot.queue) for slot in self._slots)
             for slot in free:
-                if slot.busy <= calls and (jobs := self._next_jobs(slot, verb, left)):
+                if slot.busy <= calls and (jobs := tuple(self._next_jobs(slot, verb, left))):
                     self._call(slot, verb, broadcast, jobs)
                     sent = True
         return sent
 
-    def _call(self, slot: Slot, verb: Verb, broadcast: Any, jobs: list[Job]) -> None:
+    def _call(self, slot: Slot, verb: Verb, broadcast: Any, jobs: tuple[Job, ...]) -> None:
         call = slot.actor.work.options(num_returns=2)
-        report, packet = call.remote(verb, broadcast, pack(tuple(jobs)), *self._news(slot))
+        report, packet = call.remote(verb, broadcast, pack(jobs), *self._news(slot))
         weight = self._room if jobs[0] in self._suspects else 1
-        self._waiting[report] = Call("work", self._generation, slot, slot.actor, slot.node, tuple(jobs), packet, weight)
+        self._waiting[report] = Call("work", self._generation, slot, slot.actor, slot.node, jobs, packet, weight)
         slot.busy += weight
 
     def _news(self, slot: Slot) -> list[Any]:
@@ -362,9 +361,8 @@ class RayPool:
         outcomes = self._spare_memory(call, outcomes)
         if not isinstance(call.jobs[0], TrainJob) or not outcomes:
             return outcomes
-        if size <= min(SMALL, self._room_for_packets):
-            self._room_for_packets -= size
-            self._packets.append(call.packet)
+        if size <= min(SMALL, SMALL_IN_ALL - sum(self._packets.values())):
+            self._packets[call.packet] = size
             return outcomes
         delivery = self._server.call.remote("receive", call.packet)
         self._waiting[delivery] = Call(

@@ -177,6 +177,17 @@ class Server:
         self.state = self.bench.method.server_step(self.bench.model, self.state, updates, context)
         return context.figures
 
+    def end(
+        self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], last: bool, *packets: Packet
+    ) -> tuple[dict[str, float], bytes]:
+        """Receive the ``packets`` that are not here yet, and finish: one call in place of several.
+
+        Returns the figures, and after the ``last`` phase of a round the state.
+        """
+        for packet in packets:
+            self.receive(packet)
+        return self.finish(phase, cohort, accepted), self.snapshot() if last else b""
+
     def _combine(self, packets: Sequence[Packet], *, equal: bool) -> Updates:
         folded, items = ExactSum.zeros(self.state.shared.numel()), []
         for packet in packets:

@@ -5,6 +5,7 @@ Importing this module imports no torch: the actor's process does that in its own
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from rayfed.data.task import ImageSet, Task
     from rayfed.engine.jobs import TrainJob
     from rayfed.engine.memory import Need
-    from rayfed.engine.packing import Packet
-    from rayfed.messages import Broadcast, Phase, Piece
+    from rayfed.messages import Broadcast, Piece
 
 CLIENT_REMEDY = "raise clients.gpu so that fewer share a card, or lower clients.actors"
 SERVER_REMEDY = "raise server.gpu, put the server on the CPU (server.gpu=0), or lower data.proxy"
@@ -29,10 +29,7 @@ class Shell:
     module: str
 
     def __init__(self) -> None:
-        heap.load("torch")
-        from rayfed.engine import compiler
-
-        compiler.leave_asleep()
+        heap.load_torch()
         heap.load(self.module)
 
     def ping(self) -> bool:
@@ -96,24 +93,11 @@ class ServerActor(Shell):
         from rayfed.engine.server import Server
 
         self.__dict__.clear()
-        self._enough = memory.enough
-        with heap.quiet(), self._enough("the server", SERVER_REMEDY):
+        self._enough = functools.partial(memory.enough, "the server", SERVER_REMEDY)
+        with heap.quiet(), self._enough():
             self._server = Server(options, view, proxy, novel)
 
     def call(self, verb: str, *args: Any) -> Any:
         """Run a method of the server."""
-        with self._enough("the server", SERVER_REMEDY):
+        with self._enough():
             return getattr(self._server, verb)(*args)
-
-    def finish(
-        self, phase: Phase, cohort: tuple[int, ...], accepted: tuple[int, ...], last: bool, *packets: Packet
-    ) -> tuple[dict[str, float], bytes]:
-        """Receive the ``packets`` that are not here yet and run the server step.
-
-        Returns its figures, and after the ``last`` phase of a round the state: one call instead of three.
-        """
-        with self._enough("the server", SERVER_REMEDY):
-            for packet in packets:
-                self._server.receive(packet)
-            figures = self._server.finish(phase, cohort, accepted)
-            return figures, self._server.snapshot() if last else b""

@@ -21,9 +21,8 @@ def bare_pool(get):
     pool = object.__new__(ray_pool.RayPool)
     pool._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
     call = SimpleNamespace(remote=lambda verb, *args: verb)
-    finish = SimpleNamespace(remote=lambda *args: "finish")
-    pool._server = SimpleNamespace(call=call, finish=finish, ping=SimpleNamespace(remote=lambda: "ping"))
-    pool._packets = []
+    pool._server = SimpleNamespace(call=call, ping=SimpleNamespace(remote=lambda: "ping"))
+    pool._packets = {}
     return pool
 
 
